@@ -38,7 +38,8 @@ void CopyInQueue::push(const SlabRef& slot, Stream compute) {
   slot->compute = compute;
   slot->crc_in = 0;
   slot->issued_bytes = 0;
-  // Only in a test without this guard (mutants.h): releases the extent too early. Otherwise free_slot releases it.
+  // Normally free_slot releases the extent. Only a test that disables the guard named here (mutants.h) releases it too
+  // early.
   if (!in_slab && OFFLOAD_BROKEN("extent outlives its fill")) parts_.file->release(slot->extent);
 }
 

@@ -1,9 +1,11 @@
 // The copy-ins of the slab tier: slab → device on the store's copy-in stream, issued by the pump lane; file → bounce
 // buffer → device, issued by the fill lane.
 //
-// Each task on a lane issues one slice of the first block, or several small blocks as one transfer, so that an urgent
-// block can overtake the rest of a large one. Callers hold the store's lock. If a lane task gets std::bad_alloc, only
-// the blocks of that task fail; lane tasks throw only DriverError.
+// A task on the pump lane issues one slice of its first block, or several small blocks as one transfer. A task on the
+// fill lane issues one slice, of the size of a bounce buffer. So an urgent block can overtake the rest of a large one.
+//
+// Callers hold the store's lock. If a lane task gets std::bad_alloc, only the blocks of that task fail; lane tasks
+// throw only DriverError.
 #pragma once
 
 #include <array>
@@ -49,7 +51,7 @@ class CopyInQueue {
   std::array<EventRef, 2> last_reads_;  // for each bounce buffer: the end of its last copy to the device
   std::deque<SlabRef> from_slab_;
   std::deque<SlabRef> from_disk_;      // the slots for which a caller waits come first
-  size_t urgent_count_ = 0;            // number of these
+  size_t urgent_count_ = 0;            // number of slots in from_disk_ for which a caller waits
   const SlabSlot* filling_ = nullptr;  // the slot whose bytes the fill lane is reading
   InFlight in_flight_;
   const OwnedStream pump_lane_;  // slab → copy-in stream, slice by slice

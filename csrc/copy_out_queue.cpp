@@ -87,7 +87,7 @@ void CopyOutQueue::issue_run(const SlabRef* slots, size_t count) {
 }
 
 void CopyOutQueue::copy(const SlabRef* slots, size_t count) {
-  if (count == 1)  // the blocks of a batch are produced
+  if (count == 1)  // a batch has only blocks that the device has already produced (next_run)
     OFFLOAD_EDGE("copy-out waits for compute",
                  parts_.device->stream_wait(parts_.out_stream, slots[0]->produced.get()));
   auto transfer = std::make_shared<Transfer>();

@@ -1,11 +1,14 @@
 // The copy-outs of the slab tier: device → slab on the store's copy-out stream.
 //
-// Small blocks are coalesced: with a separate copy for each, the link would be idle between copies. When fewer than two
-// transfers are in flight, a lane issues the queued blocks that the device has produced as one transfer; if it has not
-// produced the first, this one alone. So a block is copied at once while the link is idle; while it is busy, blocks
-// collect. No block waits until a later one is produced: the host may queue a whole forward pass before the device has
-// run it. The queued blocks are issued immediately when a large block is queued and when the pool is full; wait_out and
-// prefetch issue those up to the one that they need.
+// Small blocks are coalesced: with a separate copy for each, the link would be idle between copies. Whenever fewer than
+// two transfers are in flight, a lane issues the next one. This transfer has the small blocks at the front of the queue
+// that the device has already produced. If the device has not yet produced the first block, the transfer has only this
+// block, and the copy-out stream waits for it. So while the link is idle, a block is copied at once; while the link is
+// busy, several blocks gather in the queue for the next transfer. The host may queue a whole forward pass before the
+// device has run it; therefore no block ever waits until a later block is produced.
+//
+// All queued blocks are issued immediately when a large block is queued and when the pool is full. wait_out and
+// prefetch issue the queued blocks up to the one that they need.
 //
 // Callers hold the store's lock. If a lane task gets std::bad_alloc, only the blocks of that task fail; lane tasks
 // throw only DriverError.
@@ -28,8 +31,8 @@ class CopyOutQueue {
   void push(const SlabRef& slot);
   // Issues everything queued.
   void issue();
-  // Issues the queued slots up to this one, and those after it that fit into its transfer. Later ones can still be
-  // joined.
+  // Issues the queued slots up to this one, and those after it that fit into its transfer. Later slots stay queued, so
+  // that they can still be joined into one transfer.
   void issue(const SlabSlot& slot);
   // Cancels a queued slot and frees its block.
   void cancel(SlabSlot& slot);

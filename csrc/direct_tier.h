@@ -1,7 +1,7 @@
 // The direct tier's store: blocks of plain RAM ↔ the spill file, without a buffer in between.
 //
 // direct_tier.cpp has the copy-outs and the slots, direct_swap_in.cpp the copy-ins; each direction has a lane (a stream
-// of the host driver). The out lane writes the queued blocks in order. The in lane reads first the blocks for which a
+// of the host driver). The out lane writes the queued blocks in order. The in lane first reads the blocks for which a
 // caller waits. Both lanes join adjacent small blocks of their queue into one transfer. A lane has at most one task,
 // which queues the next one when it ends, so that callers rarely have to wake the lane's thread.
 //

@@ -1,4 +1,5 @@
-// The table of driver primitives that all other code of the data plane uses.
+// The interface to a device: streams, events, copies and pinned memory. All other code of the data plane (the C++ code
+// that stores and copies swapped bytes) uses the device only through it.
 //
 // It has two implementations: cuda_driver.cpp (the GPU, through libcuda) and host_driver.{h,cpp} (worker threads; the
 // "device" is RAM). The code above the driver (pool, store) is the same for both.
@@ -104,7 +105,7 @@ int cuda_device_count(const char* library = "libcuda.so.1") noexcept;
 
 struct DriverSymbol {
   const char* name;
-  bool required;  // if it is missing: true: the GPU cannot be used; false: one feature is missing
+  bool required;  // true: without this symbol the GPU cannot be used; false: without it one feature is missing
   bool found;
 };
 

@@ -58,7 +58,8 @@ class HostDriver final : public Driver, public std::enable_shared_from_this<Host
   bool host_unregister(void*) noexcept override { return true; }
   DeviceMemory device_memory() override;
 
-  // Queues host work on a lane. `work` must not throw.
+  // Queues host work on a lane. `work` must throw nothing but DriverError, which the lane ignores: callers get that
+  // error from their own calls.
   void call(Stream lane, std::function<void()> work);
   // Sleeps, on a lane, until a copy of `bytes` that began at `begin_seconds` would have ended at `bandwidth`.
   void pace(double begin_seconds, size_t bytes) const;

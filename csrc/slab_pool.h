@@ -46,9 +46,10 @@ class SlabPool {
   SlabPool(const SlabPool&) = delete;
   SlabPool& operator=(const SlabPool&) = delete;
 
-  // Returns nullopt if no free range fits and the cap leaves no room for another slab. Throws PinningFailed, without
-  // any change, if the driver cannot pin a new slab. A failed attempt takes as long as pinning. So slabs of that size
-  // or more then fail without an attempt, until a slab has been freed, trim() has been called or a minute has passed.
+  // Returns nullopt if no free range fits and the cap leaves no room for another slab. Throws PinningFailed, with
+  // nothing allocated, if the driver cannot pin a new slab. A failed attempt takes as long as pinning. So after a
+  // failure, a new slab of the same size or more is refused without an attempt, until a slab has been freed, trim() has
+  // been called or a minute has passed.
   std::optional<Block> try_allocate(size_t bytes);
   // Releases a block. `fence`: the event of the block's last copy; null if no copy is in flight.
   void release(const Block& block, EventRef fence);

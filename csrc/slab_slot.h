@@ -20,7 +20,7 @@ namespace offload {
 struct Transfer {  // one issued transfer, shared by its blocks
   EventRef begin;  // null once its duration has been added to the statistics
   EventRef end;
-  size_t copies = 0, bytes = 0;  // of a copy-in
+  size_t copies = 0, bytes = 0;  // number of blocks and their bytes; set only for copy-ins
 };
 
 // A slot's state in the spiller. It is separate from Slot::state, because a block may be prefetched while it is being
@@ -59,8 +59,8 @@ struct SlabParts {
   // Returns a reference that keeps the store alive. Every task on a lane holds one.
   std::shared_ptr<SwapStore> keep() const { return store.shared_from_this(); }
   bool is_small(const SlabSlot& slot) const { return slot.bytes < std::min(kSmallBytes, slice_bytes); }
-  // Returns whether the device has reached an event; false if that cannot be found out: then the block is copied
-  // alone, and a device that has failed fails that copy too.
+  // Returns whether the device has reached an event. Returns false also if the query fails: a block is then copied
+  // alone instead of in a batch, and if the device has failed, this copy fails too.
   bool is_reached(const EventRef& event);
   // Waits for everything issued on `stream`. Returns false if the device's context is lost.
   bool settle(Stream stream);
@@ -68,8 +68,8 @@ struct SlabParts {
   EventRef last_copy(const SlabSlot& slot);
   // Adds the slot's copy-out to the statistics, if it has ended.
   void count_out(SlabSlot& slot);
-  // Notes a copy-in that has been issued. It is added to the statistics by the first count_in after its end, also if its
-  // slot has been freed by then: a consumer on the device may be far behind the host.
+  // Notes a copy-in that has been issued. The first count_in after the copy-in's end adds it to the statistics, even if
+  // its slot has been freed by then: the host may free a slot long before the device has run the slot's copy-in.
   void note_in(const std::shared_ptr<Transfer>& transfer) noexcept;
   void count_in() noexcept;
   // Frees the block and the extent, and drops the target's owner. If a copy is still in flight, the block is reused
@@ -109,8 +109,8 @@ class InFlight {
   // Waits until fewer than kMax transfers are in flight; releases the lock while it waits.
   void await_room(std::unique_lock<std::mutex>& lock);
   // Records an event on `stream`: everything issued since the previous event counts as one transfer. If the event
-  // cannot be recorded, the transfer is not counted, so later transfers do not wait for it. If the device has failed,
-  // they report it.
+  // cannot be recorded, the transfer is not counted, and later transfers do not wait for it. If the device has failed,
+  // the later transfers report this failure.
   void note(Stream stream);
 
  private:

@@ -127,7 +127,7 @@ void SlabStore::swap_in(const SlotRef& base, Stream compute) {
   const EventRef in_event = slot->in_event;
   lock.unlock();
   if (OFFLOAD_BROKEN("a read that failed is reported") && in_event == nullptr)
-    return;  // only where a test disables the check of require_swapped_in, to find wrong bytes instead of a crash
+    return;  // only in a test that disables the check in require_swapped_in; it then finds wrong bytes, not a crash
   OFFLOAD_EDGE("consumer waits for copy-in", device_->stream_wait(compute, in_event.get()));
 }
 

@@ -1,4 +1,4 @@
-// The disk tier: one private file of extents, written and read with direct I/O if the file system supports it.
+// The file to which both tiers write: one private file of extents, with direct I/O if the file system supports it.
 //
 // The file is unnamed (O_TMPFILE, or created in a 0700 directory and unlinked at once), mode 0600: the OS deletes it
 // when the process ends. Space is allocated before it is written, so that a full disk is noticed early; freed extents

@@ -25,10 +25,12 @@ class Spiller {
   void remove(const SlabRef& slot) { resident_.erase(slot); }
   // Returns whether a spill of the slot is queued or running. If its ticket is released, the lane then frees the slot.
   static bool holds(const SlabSlot& slot) { return slot.spill == Spill::queued || slot.spill == Spill::writing; }
-  // Queues spills of the candidates that are needed last, of at least `bytes` bytes in total if there are so many.
-  // Returns a lane event that completes when all queued spills have ended; null if none is queued.
+  // Queues spills of candidates, the one that is needed last first, until they have at least `bytes` bytes in total or
+  // no candidate is left. Returns a lane event that completes when all queued spills have ended; null if none is
+  // queued.
   EventRef make_room(size_t bytes);
-  // Returns the driver's error because of which the last spill could not start, and clears it; null if there is none.
+  // Returns the error (DriverError, std::bad_alloc) because of which a spill could not start, and clears it; null if
+  // there is none. A failed write is not such an error.
   std::exception_ptr take_failure() { return std::exchange(failure_, nullptr); }
   // Waits until the lane has run all its tasks. Call it without the lock.
   void drain() { parts_.lanes->stream_synchronize(lane_); }

@@ -1,5 +1,5 @@
 // The copies of one step that follows a schedule: the storages that it has swapped out, and the releases and prefetches
-// that are still to come.
+// that are still to come. A release waits for a copy-out and frees its source.
 //
 // On the data path: swap_hooks.cpp and executor.py report swapped storages here, and call `act` at nodes where copies
 // are due. StepCopies holds only weak references. Callers hold the GIL; a function that returns false sets a Python
@@ -21,8 +21,8 @@ namespace offload {
 
 class StepCopies {
  public:
-  // `prefetched` counts the copy-ins that have begun, `without_memory` those for which there was no device memory; they
-  // are loaded on demand.
+  // `prefetched` counts the copy-ins that `act` has begun. `without_memory` counts the prefetches that failed because
+  // there was no device memory; backward swaps in these tensors on demand.
   StepCopies(std::shared_ptr<ScheduleCursor> cursor, std::shared_ptr<Gauge> prefetched,
              std::shared_ptr<Gauge> without_memory);
 

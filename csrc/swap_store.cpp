@@ -134,7 +134,7 @@ bool Ticket::out_done() {
   switch (state()) {
     case State::queued:
     case State::copying_out:
-    case State::out:  // of a copy-in that failed: its copy-out may still read the source
+    case State::out:  // also after a failed copy-in, when the copy-out may still read the source
     case State::copying_in:
     case State::arriving:
     case State::ready:

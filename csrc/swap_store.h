@@ -5,13 +5,13 @@
 //   slab tier     queued → copying_out → out → copying_in → arriving → ready → released
 //                 with a spill: out → spilling → on_disk → filling → arriving
 //   direct tier   queued → copying_out → on_disk → copying_in → ready → released
-//                 a block without an aligned middle: queued → out → copying_in → ready
+//                 a block without an aligned middle (explained below): queued → out → copying_in → ready
 //
 //   · a copy-out starts after the compute stream has produced the bytes;
 //   · wait_out orders a compute stream after the copy-out: from then on the source may be overwritten or freed;
-//   · a copy-in starts after its copy-out (a copy-in from the file also after the block has been written to it), and
-//     after everything that is queued on the compute stream at prefetch, so that it never overwrites memory that this
-//     stream still uses;
+//   · a copy-in starts after its copy-out; if it reads from the file, it also starts after the write to the file;
+//   · a copy-in starts after everything that was queued on the compute stream at prefetch: so a copy-in never
+//     overwrites memory that this stream still uses;
 //   · swap_in orders the compute stream after the copy-in;
 //   · a slot's memory is reused only after the last copy that uses it has ended.
 //
@@ -23,15 +23,15 @@
 // driver only): the aligned middle of a block is copied between its own memory and the file; its unaligned ends stay in
 // RAM.
 //
-// Thread safety: every method may be called from any thread, but a ticket must not be prefetched again before swap_in,
-// or before its previous copy-in has ended (in_done, settle). A Ticket may be destroyed at any time and in any state;
-// its destructor does not wait (see prefetch for the target).
+// Thread safety: every method may be called from any thread. A ticket may be prefetched again only after swap_in, or
+// after its previous copy-in has ended (in_done, settle); either is enough. A Ticket may be destroyed at any time and
+// in any state. Its destructor does not wait for copies; prefetch says how long the target must live.
 //
-// Errors: if the device fails, every method except id, bytes, state, failure_text, cancel and release throws
-// DriverError; other errors are listed with the method. After a failed copy-out the source is unchanged; after a failed
-// copy-in the ticket can be prefetched again. If host memory runs out, swap_out and prefetch throw std::bad_alloc
-// before anything has begun; release does not throw, but the pool or the file may then count the released block as
-// used.
+// Errors: if the device fails, a method that uses it throws DriverError; id, bytes, state, failure_text, cancel and
+// release never do. Other errors are listed with the method. After a failed copy-out the source is unchanged; after a
+// failed copy-in the ticket can be prefetched again. If host memory runs out, swap_out and prefetch throw
+// std::bad_alloc before anything has begun; release does not throw, but the pool or the file may then count the
+// released block as used.
 #pragma once
 
 #include <atomic>
@@ -69,23 +69,27 @@ enum class State : uint8_t {
 
 const char* state_name(State state);
 
-constexpr size_t kSmallBytes = size_t{1} << 20;  // adjacent queued blocks below this size become one transfer
+constexpr size_t kSmallBytes = size_t{1} << 20;  // smaller blocks that are adjacent in a queue become one transfer
 
 struct StoreOptions {
   size_t host_bytes_max = 0;              // limit on the slab tier's pinned memory
   size_t slab_bytes = size_t{256} << 20;  // size of a slab, which is pinned in one call
-  size_t slice_bytes = size_t{32} << 20;  // larger blocks are copied in slices, between which urgent copies can start
-  std::string spill_directory;            // empty: the slab tier has no file; the direct tier needs one
+  // Larger blocks are copied in slices, except when the direct tier writes them. An urgent copy-in can start between
+  // two slices of another copy-in.
+  size_t slice_bytes = size_t{32} << 20;
+  std::string spill_directory;  // empty: the slab tier has no file; the direct tier needs one
 };
 
 struct StoreStats {
   uint64_t out_bytes = 0, in_bytes = 0;
-  uint64_t out_copies = 0, in_copies = 0;  // numbers of blocks
-  // Slices of large blocks, plus batches of small ones. Copy-outs of the direct tier: a large block counts once.
+  uint64_t out_copies = 0, in_copies = 0;  // numbers of blocks; direct tier: of blocks that have bytes in the file
+  // A slice of a large block counts as one transfer; so does a batch of small blocks. The direct tier writes a large
+  // block in one transfer.
   uint64_t out_transfers = 0, in_transfers = 0;
-  double out_seconds = 0, in_seconds = 0;  // time during which copies ran; direct tier: failed and abandoned ones too
-  double stall_seconds = 0;                // time that callers spent in wait_out and swap_in
-  uint64_t spilled_bytes = 0;              // written to disk
+  // Time during which copies ran. The direct tier includes copies that failed or whose ticket was released meanwhile.
+  double out_seconds = 0, in_seconds = 0;
+  double stall_seconds = 0;    // time that callers spent in wait_out and swap_in
+  uint64_t spilled_bytes = 0;  // written to disk
   uint64_t cancelled = 0, failed = 0;
   uint64_t live_tickets = 0;  // number of slots that are not freed yet
   PoolStats pool;
@@ -136,14 +140,15 @@ class Ticket {
   bool cancel();
   // Queues the copy-in to `target`, which has `bytes` bytes. In the direct tier its address must be congruent to the
   // source's modulo alignment_bytes. The direct tier holds `owner` until the copy has ended. The slab tier holds it
-  // only until the ticket is destroyed, and the destructor does not wait for the copy. So destroy the ticket after
+  // only until the ticket is prefetched again or destroyed, and neither waits for the copy. So do either only after
   // in_done() is true or settle() has returned, or keep the target alive until the copy has ended. Throws
   // std::logic_error if nothing was swapped out, or in the states `filling` and `copying_in`.
   void prefetch(void* target, Stream compute, std::shared_ptr<void> owner);
   // Returns whether no copy-in writes to the target any more; true also after a failure.
   bool in_done();
-  // Orders `compute` after the copy-in, which overtakes queued ones. If the copy-in failed, throws its error (such as
-  // SpillError); the ticket can then be prefetched again. Throws std::logic_error if nothing was prefetched.
+  // Orders `compute` after the copy-in. Makes the copy-in overtake queued copy-ins for which no caller waits. If the
+  // copy-in failed, throws its error (such as SpillError); the ticket can then be prefetched again. Throws
+  // std::logic_error if nothing was prefetched.
   void swap_in(Stream compute);
   // Waits until no copy-in writes to the target any more. Does not throw the copy-in's error.
   void settle();
@@ -180,9 +185,11 @@ class SwapStore : public std::enable_shared_from_this<SwapStore> {
   // Starts to record the begin and end of copies; the newest `limit` are kept. 0 stops and clears the record. In the
   // record, "out" and "in" are copies from and to the device, "spill" and "fill" are copies from slab to file and back.
   void record_copies(size_t limit);
-  // Returns the recorded copies that have ended, each once. If this throws, the next call returns them.
+  // Returns the recorded copies that have ended, each once. If reading their times fails, throws, and the next call
+  // returns them. About every 10 seconds, also measures the device's clock again (Anchor); if that fails, throws, and
+  // the copies of this call are lost.
   std::vector<CopyEntry> take_copies();
-  // Whether these two never wait: swap_out, and prefetch of a block whose copy-out has ended.
+  // Returns whether swap_out never waits, and prefetch waits only if the copy-out has not ended.
   virtual bool only_queues() const { return false; }
   // Returns the alignment modulo which a target's address must be congruent to its source's; 1 allows any address.
   virtual size_t alignment_bytes() const = 0;

@@ -309,7 +309,8 @@ PyObject* storage_nbytes(PyObject* self, void*) { return PyLong_FromLongLong(swa
 PyObject* storage_views(PyObject* self, void*) { return PyLong_FromLongLong(swapped(self).views); }
 PyObject* storage_is_swapped_out(PyObject* self, void*) { return PyBool_FromLong(is_swapped_out(swapped(self))); }
 
-// Frees the ticket and the memory without waiting. If a copy-out still reads the source, `collect` releases it later.
+// Frees the ticket and the memory without waiting. If a copy-out still reads the source, `collect` (swap_books.h)
+// releases the source later.
 void free_storage(PyObject* self) {
   SwappedState& state = swapped(self);
   Books& books = *state.books;

@@ -1,8 +1,8 @@
 // One swapped storage, or one span of it, at one version: its copy-out, its copy-in, and the views that still need it.
 //
 // engine_core.cpp creates one at pack. Only autograd nodes hold it, through the views that were saved; other code holds
-// weak references. It is freed with the last of these nodes. This runs no Python code: an exception that a signal
-// handler raises there would be lost.
+// weak references. It is freed with the last of these nodes. Freeing it runs no Python code: if a signal handler raised
+// an exception in such code, the exception would be lost.
 //
 // Callers hold the GIL. A function that returns false sets a Python error; errors of the store are C++ exceptions.
 #pragma once
@@ -16,14 +16,14 @@
 namespace offload {
 
 struct SwappedState {
-  std::shared_ptr<Books> books;
+  std::shared_ptr<Books> books;  // the engine's records (swap_books.h)
   std::shared_ptr<Ticket> ticket;
   SavedKey key{};
   uintptr_t source_address = 0;  // address of the first byte
   PyObject* dtype = nullptr;     // of the source; borrowed, as torch never frees a dtype
   int64_t views = 0;             // number of saved tensors on this storage
   int64_t views_left = 0;        // number of these that backward has not unpacked yet
-  bool is_counted = false;       // the bytes are included in `unswapped` and `resident` of the books
+  bool is_counted = false;       // the bytes were added to the gauges `unswapped` and `resident` of `books`
   Owned owner;                   // Python's weak reference to the owner of the version counter
   Owned counter;                 // shares the saved tensors' version counter; null if they can no longer change
   CopyOutRef copy_out;           // null after the copy-out has ended and the source has been released

@@ -16,7 +16,7 @@ namespace {
 
 struct SwappedView {
   PyObject_VAR_HEAD
-  PyObject* saved;    // a SwappedStorage, or another handle
+  PyObject* saved;    // a SwappedStorage, or a DroppedHandle (recomputed_storage.py)
   PyObject* counter;  // shares the tensor's version counter; null with a SwappedStorage, which has its own
   PyObject* dtype;
   Py_ssize_t index;   // pack index
@@ -34,7 +34,7 @@ SwappedView* as_view(PyObject* object) { return reinterpret_cast<SwappedView*>(o
 int64_t dimensions(const SwappedView* view) { return Py_SIZE(view) / 2; }
 int64_t* strides(SwappedView* view) { return view->sizes + dimensions(view); }
 
-// Bytes from the first to the last element.
+// Returns the number of bytes from the first element to the last one, both included.
 int64_t span_bytes(SwappedView* view) {
   int64_t elements = 1;
   for (int64_t i = 0; i < dimensions(view); ++i) elements += (view->sizes[i] - 1) * strides(view)[i];
@@ -79,8 +79,8 @@ bool describes(PyObject* tensor, dlpack::Tensor* found) {
   return false;
 }
 
-// The same without a Python call, but for the offset. Returns null without an error if the elements are not whole
-// bytes.
+// Reads sizes and strides without a Python call. Does not set the offset: `place` does. Returns null without an error
+// if an element is not a whole number of bytes.
 PyObject* view_through_dlpack(const dlpack::Tensor& found) {
   if (found.dtype.bits == 0 || found.dtype.bits % 8 != 0) return nullptr;
   Owned made(reinterpret_cast<PyObject*>(allocate_view(found.ndim)));
@@ -139,7 +139,7 @@ PyObject* view_of_storage(PyObject* tensor, PyObject* saved) {
   if (!made) return nullptr;
   SwappedView* const view = as_view(made.get());
   if (!read_flags(view, tensor) || !read_version(view, tensor)) return nullptr;
-  // Created now, because nothing may fail when the copy has ended.
+  // Creates the empty tensor of this dtype now: it is needed when the copy has ended, and nothing may fail then.
   if (empty_of(*state.books, view->dtype) == nullptr) return nullptr;
   attach(view, saved);
   return made.release();
@@ -294,8 +294,8 @@ PyObject* restore(SwappedView* view) {
   Owned tensor(is_whole ? on_block(view, target.block) : on_storage(view, target, begin));
   if (tensor && view->is_conj) tensor = Owned(PyObject_CallOneArg(tensors.conjugated, tensor.get()));
   if (tensor && view->is_neg) tensor = Owned(PyObject_CallOneArg(tensors.negated, tensor.get()));
-  // On memory that other autograd nodes use too, the result shares the original's version counter: if backward writes
-  // to it, they detect the change.
+  // If the result does not own the whole block, other autograd nodes may use the same memory. Such a result shares the
+  // original's version counter, so that these nodes detect it if backward writes to the result.
   if (!tensor || !counter || is_whole) return tensor.release();
   Owned restored(PyObject_CallOneArg(tensors.detach, counter.get()));
   if (!restored || Py_TYPE(tensors.data)->tp_descr_set(tensors.data, restored.get(), tensor.get()) < 0) return nullptr;

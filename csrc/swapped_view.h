@@ -16,12 +16,14 @@ namespace offload {
 // Creates the type SwappedView and the function view_of(tensor, saved, index). Returns false if there is a Python
 // error.
 bool add_swapped_view_type(PyObject* module);
-// Creates the view of a tensor, for the autograd node: a new reference, or null. Null without an error: DLPack describes
-// elements that are not whole bytes. `attach_view` says who has its bytes.
+// Creates the view of a tensor, for the autograd node: a new reference, or null. Null without an error if, according to
+// `described`, an element is not a whole number of bytes. The view is incomplete until `attach_view` gives it a
+// storage.
 PyObject* make_view(PyObject* tensor, const dlpack::Tensor& described, Py_ssize_t pack_index);
-// Completes a view: `storage`, a SwappedStorage, has its bytes. `address`: of its first element when it was saved.
+// Completes a view. `storage`: the SwappedStorage that has the view's bytes. `version`: the tensor's version at pack.
+// `address`: the address of the tensor's first element at pack.
 void attach_view(PyObject* view, PyObject* storage, int64_t version, uintptr_t address);
-// Returns the bytes from a view's first element to its last one.
+// Returns the number of bytes from a view's first element to its last one, both included.
 int64_t span_of(PyObject* view);
 // Returns a view's dtype: borrowed.
 PyObject* dtype_of(PyObject* view);
