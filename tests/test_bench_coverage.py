@@ -27,6 +27,7 @@ SAVED = 32 * 64 * 4  # bytes of each saved tensor
 
 
 @pytest.mark.timeout(120)
+@pytest.mark.long
 def test_what_is_counted():
     """Gelu's result is light, and tanh's needs a matrix product. The others have none: no operator makes the input, and
     the first layer's result would keep it.

@@ -79,6 +79,7 @@ def assert_self_contained(page: str) -> None:
     assert page.rstrip().endswith("</html>")
 
 
+@pytest.mark.long
 def test_the_corpus_is_source_text_and_the_same_every_time() -> None:
     corpus = demo_worker.read_corpus(200_000)
     assert len(corpus) == 200_000
@@ -307,6 +308,7 @@ def test_steps_of_the_search_are_not_counted(tmp_path: Path, monkeypatch: pytest
     assert found["step_seconds_median"] == sorted([seconds[2], seconds[3], seconds[5]])[1]
 
 
+@pytest.mark.long
 def test_a_contestant_that_fails_ends_the_demo_with_its_words(tmp_path: Path) -> None:
     done = run_demo(tmp_path / "page.html", "--contestants", "plain", "--heads", "7")
     assert done.returncode == 2

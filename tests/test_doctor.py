@@ -100,7 +100,12 @@ def test_a_spill_folder_in_ram_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> 
     ("without", "status", "named"),
     [
         ((), "ok", "entry points"),
-        (("cuEventElapsedTime", "cuStreamIsCapturing"), "warning", "cuEventElapsedTime, cuStreamIsCapturing"),
+        pytest.param(
+            ("cuEventElapsedTime", "cuStreamIsCapturing"),
+            "warning",
+            "cuEventElapsedTime, cuStreamIsCapturing",
+            marks=pytest.mark.long,
+        ),
         (("cuEventQuery",), "failed", "cuEventQuery"),
     ],
 )

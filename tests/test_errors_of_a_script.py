@@ -64,6 +64,7 @@ def test_an_error_in_a_step_begins_with_the_script(command: tuple[str, ...], tmp
     assert done.stderr.splitlines()[-1].startswith("RuntimeError: ")
 
 
+@pytest.mark.long
 def test_an_error_of_the_command_keeps_its_frames(tmp_path: Path) -> None:
     """Not the script's: nothing is left out."""
     script = tmp_path / "train.py"

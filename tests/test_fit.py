@@ -83,6 +83,7 @@ def test_the_page_shows_what_memory_costs_and_the_plan_that_fits(text: dict[str,
     assert max(plan["rest"]["y"]) <= LIMIT["text"]
 
 
+@pytest.mark.long
 def test_a_script_that_fits_with_swapping(text: dict[str, Any]) -> None:
     assert text["fits"] in ("swap", "swap or recompute")
     assert text["line"] == 'offload.enable(model, memory_limit="32MiB")'

@@ -52,6 +52,7 @@ def train(handle: Any, steps: int) -> None:
         nn.functional.cross_entropy(handle.model(x), y).backward()
 
 
+@pytest.mark.long
 def test_a_function_gets_every_step_but_the_one_under_way(handle: Any) -> None:
     told: list[tuple[int, dict[str, float]]] = []
     handle.log_to(lambda figures, step: told.append((step, figures)))

@@ -45,6 +45,7 @@ def test_handle_report_and_plan():
     assert f"<td>{state}</td>" in pages[0], "the repr and the report agree"
 
 
+@pytest.mark.long
 def test_the_curve_of_a_report_has_the_times_of_the_report():
     """The profiled step was slow: the plan's own time without offload is not that of measured steps."""
     model, optimizer = make()

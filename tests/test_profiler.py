@@ -205,6 +205,7 @@ def test_the_report_counts_the_training_s_copies_alone(tmp_path, monkeypatch):
         assert 0 < about["copy_out"]["bytes"] <= about["swapped"]["bytes"]
 
 
+@pytest.mark.long
 def test_a_script_ends_well_after_its_first_step():
     """Torch ends in a segmentation fault where its profiler is still on."""
     script = (

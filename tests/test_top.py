@@ -71,6 +71,7 @@ def test_a_training_process_is_shown_while_somebody_looks(folder: Path) -> None:
     assert f"no process {training.pid} of yours" in ended.stderr
 
 
+@pytest.mark.long
 def test_who_trains_nothing_tells_nothing(folder: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as idle:
         done = top(idle.pid, "--once", "--wait", "0.2")

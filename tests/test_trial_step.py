@@ -190,6 +190,7 @@ def test_a_trial_that_takes_another_branch_is_recorded_again(trials, tmp_path):
         assert handle.plan.recomputes
 
 
+@pytest.mark.long
 def test_another_shape_and_a_new_recording_are_tried_on_their_own(trials, tmp_path):
     limit = int(0.6 * peak_of_plain_steps())
     model = make()

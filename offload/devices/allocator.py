@@ -16,6 +16,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Mapping
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 
@@ -71,8 +72,9 @@ _COSTS = {
 }
 
 
+@cache
 def current() -> str:
-    """Return the name of the malloc that this process uses.
+    """Return the name of the malloc that this process uses. It is read once: a process never changes its malloc.
 
     Returns
     -------

@@ -49,6 +49,7 @@ def survive(core, first, count, figures):
     assert tally.operations_judged > 100 * count, "the oracle sees hardly anything"
 
 
+@pytest.mark.long
 def test_a_seed_replays(core):
     first, second = (run_apart(core, first=0, count=THREADED_EVERY) for _ in range(2))
     assert len(first.digests) == THREADED_EVERY * len(TIERS)

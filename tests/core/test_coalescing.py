@@ -79,6 +79,7 @@ def test_one_event_pair_for_a_batch(tmp_path, produced_at_once):
     assert len(times) == store.stats()["out_transfers"] < COUNT
 
 
+@pytest.mark.long
 def test_a_driver_without_batches_copies_one_by_one(tmp_path):
     library = build_machine(tmp_path / "libwithout.so", without=("cuMemcpyBatchAsync",))
     store = make_store("slab", tmp_path, device=_core.cuda_driver(0, library=str(library)))

@@ -149,6 +149,7 @@ def test_what_came_back_before_it_had_left_spills_nothing_early(tmp_path, fake_c
     source.swap_in()
 
 
+@pytest.mark.long
 def test_a_device_without_timings_still_swaps(tmp_path):
     library = build_machine(tmp_path / "libwithout.so", without=("cuEventElapsedTime",))
     store = make_store("slab+disk", tmp_path, device=_core.cuda_driver(0, str(library)), host_bytes_max=512 << 10)

@@ -81,6 +81,7 @@ def test_no_plan_beats_the_bounds_of_small_steps(part):
         assert cut_bounds(trace, limit, link).double <= swap_only.step_seconds * (1 + 1e-9)
 
 
+@pytest.mark.long
 def test_no_plan_beats_the_bound_of_its_choices():
     for seed, (trace, link, limit) in enumerate(instances(60, tensors_max=3, nodes_max=5)):
         trace = naive.with_views(trace, seed)

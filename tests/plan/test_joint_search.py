@@ -41,6 +41,7 @@ def test_within_the_limit_and_never_slower_than_by_swapping_alone(trace, seed, b
 
 
 @pytest.mark.parametrize("seed", [3, *(pytest.param(seed, marks=pytest.mark.full) for seed in range(3))])
+@pytest.mark.long
 def test_larger_traces_keep_the_promises_too(seed):
     trace = naive.with_recipes(naive.random_trace(seed, 120, 60), seed)
     for part in (0.0, 0.3):

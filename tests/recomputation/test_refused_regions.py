@@ -36,6 +36,7 @@ def test_a_region_that_changes_a_buffer(tmp_path):
     check(tmp_path, count_in_buffer, refused="it changes a buffer or an attribute")
 
 
+@pytest.mark.long
 def test_a_region_that_writes_to_its_input(tmp_path):
     check(tmp_path, write_to_input, refused="it writes to its inputs")
 
@@ -296,6 +297,7 @@ def test_a_trial_that_deviates_is_repeated(tmp_path):
     assert all(map(torch.equal, found, expected))
 
 
+@pytest.mark.long
 def test_a_smaller_shape_for_which_no_plan_with_regions_is_feasible(tmp_path, monkeypatch):
     """More memory is in use before it: it is profiled by itself, without regions, and does not fail."""
 

@@ -149,6 +149,7 @@ def test_objects_that_come_after_the_trial(tmp_path):
     assert all(map(torch.equal, found, expected))
 
 
+@pytest.mark.long
 def test_the_trial_ends_with_its_step(tmp_path):
     """A step of another shape follows it, whose parts run once, and whose calls do not count."""
     model = make()
