@@ -181,8 +181,8 @@ CLAIMS = (
     (
         "Losses and gradients do not change in a single bit",
         "Each case is trained with and without offload, and all results are compared with `torch.equal`. An operator "
-        "is not compared if it has no gradient on the CPU, nor with inputs for which its results vary without offload "
-        "too.",
+        "is not compared if it has no gradient on the CPU. Inputs with which its results vary "
+        "without offload too are left out.",
         (
             (
                 "test cases of autograd's behaviour (views, in-place changes, double backward, threads, …), each with "
@@ -272,7 +272,8 @@ GUARDS = """Each item names guards, by what they ensure, and the tests that fail
 tests are in `tests/`. *Bounce*: the buffer between file and device. *Slot*: the record of one swapped block of bytes.
 *Extent*: a range of bytes in the spill file, the file on disk. *Slice*: a part of a block; a block is copied slice by
 slice. *Spill* and *fill*: a copy to and from that file. *Ticket*: the handle of one swapped tensor. *Lane*: a thread
-that copies. `DESIGN.md` explains the other terms."""
+that copies. *Follow*: to compare the operators of a step with those that an earlier step recorded, for recomputation;
+if an operator differs, the following ends, and operators are recorded again. `DESIGN.md` explains the other terms."""
 
 
 def claims(found: dict[str, str]) -> Iterator[str]:
@@ -320,7 +321,9 @@ def introduction(parts: dict[str, dict], found: dict[str, str]) -> str:
     unnamed = sum(not machine_of(about) for about in held)
     where = [f"Machine: {'; '.join(machines)}."] if machines else []
     if unnamed:
-        where.append(f"{unnamed} of {len(held)} runs are from before runs recorded their machine.")
+        where.append(
+            f"{unnamed} of {len(held)} runs are from before runs recorded their machine; a part can be several runs."
+        )
     return INTRODUCTION.format(
         passed=number(sum(sum(about.get("passed", {}).values()) for about in held)),
         failed=found["failed"],
