@@ -209,7 +209,8 @@ class Session:
     ) -> None:  # fmt: skip
         """Move the state of an optimizer that was created after `enable` or `materialize`, or step it in backward.
 
-        Call it between two steps. The arguments are those of `offload.enable`, without ``optimizer_state="auto"``.
+        Call it between two steps. The arguments are those of `offload.enable`. With ``optimizer_state="auto"``, no plan
+        moves state from then on: that of optimizers that are not passed stays in memory.
 
         Raises
         ------

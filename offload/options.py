@@ -25,7 +25,7 @@ FREE_DISK_BYTES_MIN = 64 << 20
 
 Recompute = Literal["auto", "cheap"]
 Preset = Literal["smallest", "balanced", "fast"]
-Parameters = Literal["all", "frozen"]
+Parameters = Literal["auto", "all", "frozen"]
 FAST_MEMORY_LIMIT = 0.9  # fraction of the device; the rest is for other libraries and allocator fragmentation
 
 
@@ -221,20 +221,14 @@ def check_optimizers(
     return given if optimizer_state or step_in_backward else ()
 
 
-def check_parameters(parameters: object) -> Parameters | None:
-    """Return which parameters are to be swapped out; None if all stay in memory.
-
-    Raises
-    ------
-    ValueError
-        `parameters` is neither ``"all"`` nor ``"frozen"`` nor False.
-    """
+def check_parameters(parameters: object) -> None:
+    """Raise a ValueError if the argument is not "auto", "all", "frozen" or False."""
     if parameters is not False and parameters not in get_args(Parameters):
         raise ValueError(
             'parameters says which parameters leave memory while no module uses them: "all", "frozen" (those without '
-            f"gradients) or False (none), not {parameters!r}"
+            'gradients), "auto" ("frozen" if memory_limit cannot be kept otherwise) or False (none), '
+            f"not {parameters!r}"
         )
-    return parameters or None  # type: ignore[return-value]
 
 
 def _check_exclude(model: torch.nn.Module, exclude: Iterable[str]) -> tuple[str, ...]:

@@ -19,6 +19,7 @@ from offload.diagnostics.report import Feed
 from offload.handle import Session
 from offload.optimizer_state.movers import NameOf, StateMovers
 from offload.options import Parameters, check_optimizers, check_options, check_parameters
+from offload.parameters.choice import which_move
 from offload.parameters.materialize import Fill
 from offload.parameters.mover import ParameterMover
 from offload.runtime.refusals import check_model
@@ -44,18 +45,17 @@ def enable(
     spill_dir: str | os.PathLike[str] | None = None,
     recompute: Literal["auto", "cheap", False] | None = None,
     optimizer: Optimizer | Sequence[Optimizer] | None = None,
-    optimizer_state: Literal["auto", True, False] = False,
+    optimizer_state: Literal["auto", True, False] = "auto",
     step_in_backward: bool = False,
     gradients: bool = False,
-    parameters: Literal["all", "frozen", False] = False,
+    parameters: Literal["auto", "all", "frozen", False] = "auto",
 ) -> Session:
     """Swap the tensors that `model` saves for backward out of device memory during training.
 
     Parameters
     ----------
     model
-        On one device, ``cpu`` or ``cuda``. It may be moved later. Its buffers always stay in memory, and its
-        parameters do unless `parameters` is given.
+        On one device, ``cpu`` or ``cuda``. It may be moved later. Its buffers always stay in memory.
     preset
         A named goal instead of a number. ``"smallest"``: the least memory, at any slowdown. ``"balanced"``: as
         much memory saved as possible for about 5 % slower steps, the default. ``"fast"``: the fastest step that fits
@@ -97,10 +97,10 @@ def enable(
         and `gradients`.
     optimizer_state
         ``True``: the state of `optimizer` is swapped out between its steps. Each step swaps it in for a few parameters
-        at a time. ``"auto"``: with `memory_limit`, a plan chooses how much state is swapped out: as much as the limit
-        requires. Without `max_slowdown`, it swaps out more if steps are then over 1 % faster. ``"auto"`` needs no
-        `optimizer`: it applies to every optimizer that steps parameters of the model. Without `memory_limit`, or with
-        `step_in_backward`, all state stays in memory. ``False``, the default: all state stays in memory.
+        at a time. ``"auto"``, the default: with `memory_limit`, a plan chooses how much state is swapped out: as much
+        as the limit requires. Without `max_slowdown`, it swaps out more if steps are then over 1 % faster. ``"auto"``
+        needs no `optimizer`: it applies to every optimizer that steps parameters of the model. Without `memory_limit`,
+        or with `step_in_backward`, all state stays in memory. ``False``: all state stays in memory.
     step_in_backward
         Whether `optimizer` updates each parameter in backward, as soon as its gradient is complete; the gradient is
         then freed. Gradient accumulation, clipping by the norm of all gradients and a GradScaler then raise a
@@ -114,7 +114,9 @@ def enable(
         are written once. ``"all"``: trained parameters too, which are written again after each update. With
         `step_in_backward`, a parameter is updated in backward, while it is in memory. With ``optimizer_state=True``,
         `optimizer.step()` swaps in a few parameters at a time, with their state. With neither, each parameter is read
-        when the optimizer uses it. ``False``: all parameters stay in memory.
+        when the optimizer uses it. ``"auto"``, the default: as ``"frozen"`` if no plan could keep `memory_limit`
+        otherwise, because the parameters, buffers and gradients of the model alone exceed it; else as ``False``.
+        ``False``: all parameters stay in memory.
 
     Returns
     -------
@@ -141,7 +143,7 @@ def enable(
     given = dict(locals())
     asked = {name: given[name] for name in given.keys() - {"model", "parameters"} - _OF_OPTIMIZER}
     optimizers = check_optimizers(model, optimizer, optimizer_state, step_in_backward, gradients)
-    moved = check_parameters(parameters)
+    check_parameters(parameters)
     device = check_model(model, _enabled_models())
     return _enable(
         model,
@@ -151,7 +153,7 @@ def enable(
         None,
         optimizer_state=optimizer_state,
         in_backward=step_in_backward,
-        parameters=moved,
+        parameters=parameters,
         moves_gradients=gradients,
     )
 
@@ -161,7 +163,7 @@ def materialize(
     weights: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
     *,
     device: torch.device | str = "cpu",
-    parameters: Literal["all", "frozen", False] = "frozen",
+    parameters: Literal["auto", "all", "frozen", False] = "frozen",
     **options: Any,
 ) -> Session:
     """Load safetensors files into a model that was built on the meta device, and enable offload on it.
@@ -182,7 +184,7 @@ def materialize(
         As in `enable`; with ``False`` the whole model is in memory.
     **options
         The other arguments of `enable`, by name, except those about the optimizer: `optimizer`, `optimizer_state`,
-        `step_in_backward` and `gradients`.
+        `step_in_backward` and `gradients`. With `memory_limit`, optimizer state is moved as by ``"auto"``.
 
     Returns
     -------
@@ -221,10 +223,10 @@ def materialize(
             "those about the optimizer"
         )
     asked = {name: options.get(name, row.default) for name, row in known.items() if name not in taken}
-    moved = check_parameters(parameters)
+    check_parameters(parameters)
     there = check_model(model, _enabled_models(), will_be_on=torch.device(device))
     fill = Fill(model, weights, there)
-    return _enable(model, there, asked, (), fill, optimizer_state=False, in_backward=False, parameters=moved)
+    return _enable(model, there, asked, (), fill, optimizer_state="auto", in_backward=False, parameters=parameters)
 
 
 def _enabled_models() -> list[nn.Module]:
@@ -240,11 +242,12 @@ def _enable(
     *,
     optimizer_state: bool | str,
     in_backward: bool,
-    parameters: Parameters | None,
+    parameters: Parameters | Literal[False],
     moves_gradients: bool = False,
 ) -> Session:
     options = check_options(model, device, **asked)
     record_out_of_memory()
+    moved = which_move(model, parameters, options.memory_limit, keeps_gradients=not (in_backward or moves_gradients))
     engine = make_engine(device, options)
     # `offload plan` and `offload fit` listen to profiles. Steps then follow no plan, so no plan can move state.
     is_asked = optimizer_state == "auto" and not in_backward
@@ -256,9 +259,9 @@ def _enable(
     states = StateMovers(model, used, make_own, min_nbytes, moves_state=moves_state, **how)
     mover = None
     try:
-        if parameters is not None:
+        if moved:
             about = (model, make_own(), min_nbytes, NameOf(weakref.ref(model)), options.memory_limit)
-            mover = ParameterMover(*about, also_trained=parameters == "all")
+            mover = ParameterMover(*about, also_trained=moved == "all")
         if fill is not None:
             fill.run(mover.leave if mover is not None else None)
         session = compiled.untraced(Session, model, device, options, engine, asked, states, mover)

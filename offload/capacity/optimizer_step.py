@@ -21,7 +21,8 @@ from offload.optimizer_state.streamed_state import would_leave
 from offload.plan import Link, Plan, StateChunk, Update, simulate, simulate_cycle
 from offload.plan.rescale import SizedStep
 from offload.plan.trace import OPTIMIZER_NODE, Node, Trace
-from offload.profiling.model_state import storage_bytes, tensors_in
+from offload.profiling.model_state import tensors_in
+from offload.runtime.engine import storage_bytes
 from offload.torch_compat.allocation_profile import MARK_PREFIX, AllocationProfile
 from offload.units import format_bandwidth, format_bytes
 

@@ -118,6 +118,7 @@ class StateMovers:
         self._pid = os.getpid()
         self._behind = WriteBehind()
         self.passes = Passes()
+        self._check(optimizers, optimizers if in_backward else ())
         self._take_all(optimizers, moves_state, in_backward, moves_gradients)
 
     def add(
@@ -125,23 +126,30 @@ class StateMovers:
     ) -> None:
         """Move the state of further optimizers and their gradients, or step them in backward.
 
+        From then on no plan chooses which state moves: the state of optimizers that were not given stays in memory.
+
         Raises
         ------
         ValueError
-            An optimizer has been given before, here or to another model, or it cannot step in backward. Or a plan
-            chooses which state moves.
+            An optimizer has been given before, here or to another model, or it cannot step in backward.
         """
-        if self.is_planned:
-            raise ValueError(
-                'add_optimizer: with optimizer_state="auto" a plan moves the state of every optimizer of the model; '
-                "enable without it"
-            )
+        # Those for which nobody has chosen that all of their state moves.
+        planned = [mover for mover in self._alive() if self.is_planned or mover.share.moved is not None]
+        replaced = [mover for mover in planned if any(mover.optimizer is each for each in optimizers)]
+        taken_over = {id(mover.optimizer) for mover in replaced}
+        self._check([each for each in optimizers if id(each) not in taken_over], optimizers if in_backward else ())
+        self.is_planned = False
+        for mover in planned:
+            mover.follow(frozenset())  # its state comes back with its next step
+        for mover in replaced:
+            mover.close()
+            self._movers = [each for each in self._movers if each() is not mover]
+            self.counts = [each for each in self.counts if each is not mover.counts]
         self._take_all(optimizers, moves_state, in_backward, moves_gradients)
 
-    def _take_all(
-        self, optimizers: Sequence[Optimizer], moves_state: bool, in_backward: bool, moves_gradients: bool
-    ) -> None:
-        for optimizer in optimizers:
+    def _check(self, unused: Iterable[Optimizer], in_backward: Sequence[Optimizer]) -> None:
+        """Check that no enabled model uses some optimizers, and that others can step in backward."""
+        for optimizer in unused:
             if _is_used(optimizer):
                 raise ValueError(
                     f"optimizer: this {type(optimizer).__name__} belongs to another enabled model; "
@@ -150,7 +158,11 @@ class StateMovers:
         if in_backward:
             steppers = [each for reference in self._steppers if (each := reference()) is not None]
             stepped = [each.optimizer for each in steppers if each.optimizer is not None]
-            _check_all([*stepped, *optimizers], NameOf(self._model))
+            _check_all([*stepped, *in_backward], NameOf(self._model))
+
+    def _take_all(
+        self, optimizers: Sequence[Optimizer], moves_state: bool, in_backward: bool, moves_gradients: bool
+    ) -> None:
         try:
             for optimizer in optimizers:
                 self._take(optimizer, moves_state=moves_state, in_backward=in_backward, moves_gradients=moves_gradients)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -20,11 +20,11 @@ from torch.utils.hooks import RemovableHandle
 
 from offload._core import StateWatch
 from offload.devices.device import device_of
-from offload.runtime.engine import Engine, has_storage
+from offload.runtime.engine import Engine, storage_bytes
 from offload.runtime.weak import WeakReferences, run_pending_callbacks, weak_callback
 from offload.torch_compat.modules import is_sharded, state_tensors
 
-__all__ = ["HeldBefore", "HeldBytes", "HeldMemory", "ModelState", "storage_bytes", "tensors_in"]
+__all__ = ["HeldBefore", "HeldBytes", "HeldMemory", "ModelState", "tensors_in"]
 
 
 @dataclass(frozen=True)
@@ -268,9 +268,3 @@ def tensors_in(value: object, depth: int = _DEPTH_MAX) -> Iterator[Tensor]:
     elif depth and isinstance(value, Mapping | list | tuple | deque):
         for each in value.values() if isinstance(value, Mapping) else value:
             yield from tensors_in(each, depth - 1)
-
-
-def storage_bytes(tensors: Iterable[Tensor | None]) -> dict[int, int]:
-    """Return the bytes of the tensors' storages, by identity."""
-    plain = [tensor for tensor in tensors if tensor is not None and has_storage(tensor)]
-    return {Engine.identity(tensor): tensor.untyped_storage().nbytes() for tensor in plain}

@@ -40,6 +40,12 @@ def has_storage(tensor: torch.Tensor) -> bool:
     )
 
 
+def storage_bytes(tensors: Iterable[torch.Tensor | None]) -> dict[int, int]:
+    """Return the bytes of the storages of plain tensors, by the storage's identity."""
+    plain = [tensor for tensor in tensors if tensor is not None and has_storage(tensor)]
+    return {storage_identity(storage): storage.nbytes() for storage in (each.untyped_storage() for each in plain)}
+
+
 def _discard(queue: deque[Any], entry: object) -> None:
     """Remove an entry if it is still there: a signal handler in the same thread may have removed it."""
     with contextlib.suppress(ValueError):

@@ -7,6 +7,7 @@ import torch
 from optimizer_state import loops
 
 import offload
+from offload.optimizer_state.streamed_state import StreamedState
 
 LIMIT = {"memory_limit": "64MiB", "min_tensor_bytes": 1024}
 
@@ -19,13 +20,24 @@ def train(model, optimizer, steps=4):
 
 
 @pytest.mark.parametrize("given", [False, True])
-def test_it_is_not_the_default(given, tmp_path):
+def test_it_is_the_default(given, tmp_path):
     model = loops.make_model()
     optimizer = torch.optim.AdamW(model.parameters())
     asked = {"optimizer": optimizer} if given else {}
     with offload.enable(model, spill_dir=tmp_path, **LIMIT, **asked) as handle:
         train(model, optimizer)
-        assert handle.plan.state is None
+        assert handle.plan.state.moved == frozenset()  # the limit is kept without moving state
+        assert "stays in memory" in str(handle.report().optimizer_state[0])
+        assert type(optimizer.state) is defaultdict
+
+
+@pytest.mark.parametrize("choice", [{"memory_limit": None}, {"optimizer_state": False}])
+def test_without_a_limit_or_with_false_state_stays(choice, tmp_path):
+    model = loops.make_model()
+    optimizer = torch.optim.AdamW(model.parameters())
+    with offload.enable(model, spill_dir=tmp_path, optimizer=optimizer, **{**LIMIT, **choice}) as handle:
+        train(model, optimizer)
+        assert handle.plan is None or handle.plan.state is None
         assert handle.report().optimizer_state == ()
         assert type(optimizer.state) is defaultdict
 
@@ -56,7 +68,7 @@ def test_with_steps_in_backward_an_error_does_not_advise_it(tmp_path, monkeypatc
         handle.disable()
         return refused.value.knobs
 
-    assert [knob.text.split("=")[0] for knob in refusal()] == ["optimizer_state"]
+    assert [knob.text.split("=")[0] for knob in refusal(optimizer_state=False)] == ["optimizer_state"]
     assert refusal(step_in_backward=True) == ()
 
 
@@ -88,11 +100,103 @@ def test_what_is_away_and_frozen_is_counted(tmp_path):
     assert (after.state - before.state, after.kept - before.kept, after.away) == (107, 47, 60)
 
 
-def test_an_optimizer_cannot_be_added_to_what_a_plan_moves(tmp_path):
-    model = loops.make_model()
-    optimizer = torch.optim.AdamW(model.parameters())
-    with offload.enable(model, spill_dir=tmp_path, optimizer_state="auto", **LIMIT) as handle:
-        with pytest.raises(ValueError, match="a plan moves the state of every optimizer"):
+class Halves:
+    """A model whose halves have an optimizer each, and how it is trained."""
+
+    def __init__(self):
+        self.model = loops.make_model()
+        layers = [module for module in self.model.modules() if isinstance(module, torch.nn.Linear)]
+        halves = layers[: len(layers) // 2], layers[len(layers) // 2 :]
+        self.optimizers = [torch.optim.AdamW(p for each in half for p in each.parameters()) for half in halves]
+
+    def train(self, steps):
+        for _ in range(steps):
+            for optimizer in self.optimizers:
+                optimizer.zero_grad()
+            self.model(torch.ones(4, 60)).square().mean().backward()
+            for optimizer in self.optimizers:
+                optimizer.step()
+
+    def values(self):
+        saved = [each.state_dict()["state"] for each in self.optimizers]
+        states = [state[number] for state in saved for number in sorted(state)]
+        return [*self.model.state_dict().values(), *(value for state in states for value in state.values())]
+
+
+CHOICES = [{"optimizer_state": True}, {"optimizer_state": False}, {"step_in_backward": True}]
+
+
+@pytest.mark.parametrize("choice", CHOICES, ids=str)
+@pytest.mark.parametrize("before", [0, 1, 4])
+@pytest.mark.parametrize("is_given", [False, True])
+def test_a_choice_for_one_optimizer_ends_what_a_plan_moves(choice, before, is_given, tmp_path):
+    moved, plain = Halves(), Halves()
+    first, second = moved.optimizers
+    asked = {"optimizer": moved.optimizers} if is_given else {}  # without a plan all of their state moves
+    with offload.enable(moved.model, spill_dir=tmp_path, **LIMIT, **asked) as handle:
+        moved.train(before)
+        plain.train(before)
+        handle.add_optimizer(first, **choice)
+        moved.train(4)
+        plain.train(4)
+        assert all(map(torch.equal, moved.values(), plain.values()))
+        assert handle.plan.state is None or not handle.plan.state.moved
+        counts = {each["optimizer"]: each for each in (row.to_dict() for row in handle.report().optimizer_state)}
+        moves_state = choice.get("optimizer_state", True)
+        assert isinstance(first.state, StreamedState) == moves_state
+        assert type(second.state) is defaultdict, "nobody chose that its state moves"
+        assert handle._states.away_bytes()[0] == (2 * sum(p.nbytes for p in large(first)) if moves_state else 0)
+        assert len(counts) <= 1
+    assert all(map(torch.equal, moved.values(), plain.values()))
+
+
+def large(optimizer):
+    return [p for group in optimizer.param_groups for p in group["params"] if p.nbytes >= LIMIT["min_tensor_bytes"]]
+
+
+def trains_within(limit, knobs):
+    """Return whether a plan keeps this limit, and the least limit that it names otherwise."""
+    halves = Halves()
+    try:
+        with offload.enable(halves.model, memory_limit=limit, **knobs):
+            halves.train(4)
+        return True, limit
+    except offload.InfeasibleLimitError as error:
+        return False, error.least_limit_bytes
+
+
+def test_state_that_a_plan_has_moved_is_counted_once_after_a_choice(tmp_path):
+    knobs = {"min_tensor_bytes": 1024, "spill_dir": tmp_path, "recompute": False}
+    is_kept, limit = False, 4096
+    while not is_kept:  # the least limit is known only after the first update
+        is_kept, limit = trains_within(limit, knobs)
+    moved, plain = Halves(), Halves()
+    with offload.enable(moved.model, memory_limit=limit, **knobs) as handle:
+        moved.train(4)
+        plain.train(4)
+        assert handle.plan.state.moved
+        for optimizer in moved.optimizers:
             handle.add_optimizer(optimizer)
-        train(model, optimizer)
-        assert len(handle.report().optimizer_state) == 1
+        moved.train(4)
+        plain.train(4)
+        held = handle._on_device.held.look()
+        away = [p for each in moved.optimizers for p in large(each)]
+        assert handle._states.away_bytes()[0] == sum(2 * p.nbytes for p in away)
+        stepped = [p for each in moved.optimizers for group in each.param_groups for p in group["params"]]
+        states = sum(2 * p.nbytes + 4 for p in stepped)  # each also has its number of steps, in float32
+        left = sum(2 * 4 for _ in away)  # one element in place of each tensor that is away
+        assert held.state == sum(p.nbytes for p in moved.model.parameters()) + states + left
+        assert handle.plan.state is None
+    assert all(map(torch.equal, moved.values(), plain.values()))
+
+
+def test_another_models_optimizer_does_not_end_it(tmp_path):
+    moved, other = Halves(), Halves()
+    with (
+        offload.enable(moved.model, spill_dir=tmp_path, **LIMIT) as handle,
+        offload.enable(other.model, n_tensors=0, optimizer=other.optimizers, optimizer_state=True, spill_dir=tmp_path),
+    ):
+        other.train(1)
+        with pytest.raises(ValueError, match=r"has no parameter of this model|belongs to another enabled model"):
+            handle.add_optimizer(other.optimizers[0])
+        assert handle._states.is_planned

@@ -70,7 +70,7 @@ def planned(limit):
     torch.manual_seed(0)
     model = nn.Sequential(*(each for _ in range(8) for each in (nn.Linear(64, 64), nn.GELU()))).to("sim")
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, foreach=False)
-    knobs = {"memory_limit": limit, "min_tensor_bytes": 1024, "recompute": False, "optimizer_state": "auto"}
+    knobs = {"memory_limit": limit, "min_tensor_bytes": 1024, "recompute": False}
     handle = offload.enable(model, **knobs) if limit else None
     peaks = []
     try:
