@@ -83,7 +83,7 @@ class OffloadCallback(Switched, keras.callbacks.Callback):  # type: ignore[misc]
             )
         self._optimizer_state = options.pop("optimizer_state", False)
         check_optimizer_state(self._optimizer_state)
-        self._begin(f"a Keras {type(self).__name__}", {**options, "optimizer_state": False})
+        self._begin(f"a Keras {type(self).__name__}", options)
         self._fit: Callable[[], Any] = _nothing
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
