@@ -147,7 +147,7 @@ def test_a_report_begins_with_three_lines(told: tuple[str, dict[str, Any]]) -> N
     assert re.fullmatch(f"time +{words.get(kind, planned)}", time), time
     planned = r"(on|off) plan: \d+ of 16 tensors swapped, (\d+ recomputed in .* a step, )?(none|\d+) late.*"
     words = {
-        "nothing to swap": "nothing to swap: all 16 tensors stay, since the step fits within memory_limit as it is",
+        "nothing to swap": "nothing to swap: all 16 tensors stay, since the step fits within memory_limit with them",
         "by hand": r"by hand \(n_tensors=6, lb=2\): 6 of 17 tensors swapped, (none|\d+) late.*",
         "refused": r'refused: no plan keeps 20\.00 MiB; write memory_limit="54\.1MiB" or more',
     }

@@ -40,6 +40,7 @@ class Subject:
     is_disabled: bool = False
     left_to_checkpoint: bool = False
     problems: Iterable[str] = ()  # problems that the caller has found
+    parameters_away_bytes: int = 0  # of moved parameters that are never in memory at a time
 
 
 def wish(options: Options) -> str:
@@ -135,7 +136,8 @@ def _by_plan(verdict: Verdict, controller: PlanController, planned: PlannedStep 
     if refusal is None and planned.plan is None:  # the optimizer's state is not known yet
         return replace(verdict, kind="profiling", reason="the next step of this shape follows a plan")
     if planned.profile.knows_temporaries:
-        verdict = replace(verdict, step_bytes_unswapped=max(unswapped_bytes(whole), default=0))
+        away_bytes = planned.held.away + subject.parameters_away_bytes  # in memory without offload
+        verdict = replace(verdict, step_bytes_unswapped=max(unswapped_bytes(whole), default=0) + away_bytes)
     if refusal is not None:
         asked, least = refusal.limit_bytes, refusal.least_limit_bytes
         return replace(verdict, kind="refused", limit_bytes=asked, least_limit_bytes=least)
@@ -174,7 +176,7 @@ def _why_nothing(planned: PlannedStep, subject: Subject) -> str:
     if not plan.trace.tensors:
         return _nothing_can_move(subject.counts)
     if options.memory_limit is not None and options.max_slowdown is None:
-        return f"all {len(plan.trace.tensors)} tensors stay, since the step fits within memory_limit as it is"
+        return f"all {len(plan.trace.tensors)} tensors stay, since the step fits within memory_limit with them"
     if options.least_memory:
         return "no swap lowers the peak"
     return f"no swap lowers the peak within {100 * (options.max_slowdown or 0):g} % of the step time"

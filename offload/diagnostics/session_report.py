@@ -116,6 +116,7 @@ def make_verdict(enabled: EnabledModel) -> Verdict:
             is_disabled=not enabled.is_enabled,
             left_to_checkpoint=enabled.left_to_checkpoint,
             problems=[enabled.misplaced] if enabled.misplaced else [],
+            parameters_away_bytes=enabled.parameters.bytes_away_min() if enabled.parameters is not None else 0,
         )
     )
 

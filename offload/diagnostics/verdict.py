@@ -46,8 +46,8 @@ class Verdict:
     activation_bytes_unswapped : int or None
         The same without swaps, from the recorded step.
     step_bytes_planned, step_bytes_unswapped : int or None
-        All memory on the device at the peak of a step, as predicted with the plan's swaps and without: parameters,
-        gradients, optimizer state, temporaries and activations.
+        All memory on the device at the peak of a step, predicted with offload and without: parameters, gradients,
+        optimizer state, temporaries and activations.
     reference_steps : int
         Number of reference steps from which `compute_seconds` was computed; 0: it is estimated.
     steps_measured : int

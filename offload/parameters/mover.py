@@ -307,6 +307,14 @@ class ParameterMover:
         present = self.window.nbytes()
         return min(self.counts.nbytes, max(present, self._largest_bytes) + self.bytes_copied_max())
 
+    def bytes_away_min(self) -> int:
+        """Return a lower bound on the bytes of moved parameters that are away while the model runs.
+
+        It leaves out that the program may have brought parameters back, such as for `state_dict()`.
+        """
+        self.look()
+        return max(0, self.counts.nbytes - self._largest_bytes - self.bytes_copied_max())
+
     def bytes_copied_max(self) -> int:
         """Return an upper bound on the bytes of moved parameters that are read ahead or being written at a time."""
         behind = self.engine.in_flight_bytes_max if self.counts.trained else 0  # updates that are being written

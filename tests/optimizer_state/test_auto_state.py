@@ -175,6 +175,9 @@ def test_state_that_a_plan_has_moved_is_counted_once_after_a_choice(tmp_path):
         moved.train(4)
         plain.train(4)
         assert handle.plan.state.moved
+        verdict = handle.report().verdict
+        assert verdict.step_bytes_unswapped > limit >= verdict.step_bytes_planned
+        assert "as without offload" not in verdict.memory().split("whole step")[1]
         for optimizer in moved.optimizers:
             handle.add_optimizer(optimizer)
         moved.train(4)

@@ -40,6 +40,7 @@ def test_a_frozen_base_larger_than_the_limit(limit, moves, tmp_path, caplog):
         assert ("more than memory_limit; frozen parameters are swapped out" in caplog.text) == moves
         if moves:
             assert report.moved_parameters.tensors == 8
+            assert report.verdict.step_bytes_unswapped > 2 * MIB > MIB >= report.verdict.step_bytes_planned
             assert handle.plan.peak_bytes <= MIB
     assert len(found) == len(expected)
     assert all(map(torch.equal, found, expected))
