@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from offload import _core
+from offload.optimizer_state.snapshot import in_file
 from offload.optimizer_state.state_tensor import StateTensor, is_movable
 from offload.runtime.engine import Engine
 from offload.torch_compat.optimizers import holds_alone, is_called_by_state_dict
@@ -226,13 +227,14 @@ class StreamedState(defaultdict[Any, State]):
         """Return a parameter's state without bringing it back: tensors that are away read as NaN. None: no state."""
         return dict.get(self, key)
 
-    def copied(self, *, to_host: bool) -> defaultdict[Any, State]:
+    def copied(self, *, is_snapshot: bool) -> defaultdict[Any, State]:
         """Return a plain dictionary with copies of all tensors. Tensors that are away stay away.
 
         Parameters
         ----------
-        to_host
-            Whether the copies of moved tensors are in host memory, so that device memory need not hold them all.
+        is_snapshot
+            Whether the copies of moved tensors should take no memory of the device: on an accelerator they are in host
+            memory, on the CPU in files.
         """
         result: defaultdict[Any, State] = defaultdict(dict)
         copies: dict[int, Tensor] = {}  # a tensor in several places becomes one copy in these places
@@ -246,11 +248,14 @@ class StreamedState(defaultdict[Any, State]):
                 each = known.get(id(value))
                 if each is not None:
                     value = self._read(key, each, each.copy)
-                    value = value.cpu() if to_host else value
+                    value = self._outside(value) if is_snapshot else value
                 elif isinstance(value, Tensor):
                     value = copies[id(value)] = copies[id(value)] if id(value) in copies else _clone(value)
                 result[key][name] = value
         return result
+
+    def _outside(self, copied: Tensor) -> Tensor:
+        return copied.cpu() if self.engine.is_accelerator else in_file(copied, self.engine.spill_dir)
 
     def _ask(self, key: Any) -> None:
         """Bring one parameter's state into memory because the program reads it."""
@@ -330,7 +335,7 @@ class StreamedState(defaultdict[Any, State]):
     def items(self) -> Any:
         """Return a view whose iteration brings each value back. The optimizer's `state_dict` gets copies instead."""
         if is_called_by_state_dict():
-            return self.copied(to_host=self.engine.is_accelerator).items()
+            return self.copied(is_snapshot=True).items()
         return ItemsView(self)
 
     def values(self) -> Any:
@@ -344,7 +349,7 @@ class StreamedState(defaultdict[Any, State]):
     __copy__ = copy  # type: ignore[assignment]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> defaultdict[Any, State]:
-        return copy.deepcopy(self.copied(to_host=False), memo)
+        return copy.deepcopy(self.copied(is_snapshot=False), memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.copied(to_host=False).__reduce_ex__(protocol)
+        return self.copied(is_snapshot=False).__reduce_ex__(protocol)

@@ -69,6 +69,11 @@ class Engine(_core.EngineCore):
     in_flight_bytes_max
         Limit on the bytes of sources whose copy-out has not ended. Beyond it, `limit_in_flight` waits for the oldest
         copy-outs: on an accelerator the compute stream waits, on the CPU the thread. It does not wait for the latest.
+
+    Attributes
+    ----------
+    spill_dir
+        Folder of the store's spill file; empty if there is none.
     """
 
     def __init__(self, store: _core.SwapStore, device: torch.device, in_flight_bytes_max: int | None = None) -> None:
@@ -91,6 +96,7 @@ class Engine(_core.EngineCore):
         )
         self.store = store
         self.device = device
+        self.spill_dir = ""
         self._stats_before = store.stats()
         self._dropped: deque[RecomputedStorage] = deque()  # dropped tensors that forward still holds
         self._dropped_handles: dict[StorageKey, WeakDroppedHandle] = {}

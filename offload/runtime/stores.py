@@ -49,6 +49,7 @@ def make_engine(device: torch.device, options: Options) -> Engine:
                 del _stores[dead]
             _stores[key] = weakref.ref(store)
         engine = Engine(store, device)
+        engine.spill_dir = folder
         _engines.add(engine)
     return engine
 
