@@ -209,8 +209,7 @@ class Session:
     ) -> None:  # fmt: skip
         """Move the state of an optimizer that was created after `enable` or `materialize`, or step it in backward.
 
-        Call it between two steps. The arguments are those of `offload.enable`. With ``optimizer_state="auto"``, no plan
-        moves state from then on: that of optimizers that are not passed stays in memory.
+        Call it between two steps; arguments as in `offload.enable`. From then on, no plan moves optimizer state.
 
         Raises
         ------
