@@ -63,6 +63,7 @@ def test_no_series_and_no_points_are_a_chart() -> None:
         assert drawn(chart("bytes", series=series, seconds=0.0, origin="the start"))["end"] == 0.0
 
 
+@pytest.mark.long
 def test_a_curve_keeps_the_largest_and_the_last_of_points_that_are_close() -> None:
     for seed in range(20):
         rng = random.Random(seed)

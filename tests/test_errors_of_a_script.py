@@ -39,7 +39,7 @@ def frames(stderr: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "kind", [each if each in ("chained", "hook") else pytest.param(each, marks=pytest.mark.long) for each in SCRIPTS]
+    "kind", [each if each == "chained" else pytest.param(each, marks=pytest.mark.long) for each in SCRIPTS]
 )
 def test_an_error_of_the_script_is_shown_as_python_shows_it(kind: str, tmp_path: Path) -> None:
     script = tmp_path / "train.py"

@@ -86,7 +86,8 @@ assert torch.equal(torch.export.export(model, (x,), strict=True).module()(x), pl
 
 
 @pytest.mark.parametrize(
-    "made", ["torch.jit.script(model)", pytest.param("torch.jit.trace(model, x)", marks=pytest.mark.long)]
+    "made",
+    [pytest.param(each, marks=pytest.mark.long) for each in ("torch.jit.script(model)", "torch.jit.trace(model, x)")],
 )
 def test_a_compiled_model_is_refused(made: str) -> None:
     """Its forward cannot be replaced. The module that it was made of can be enabled, and it is left as it was."""

@@ -100,6 +100,7 @@ def test_plan_of_a_script_of_two_steps_reads_the_trial_at_the_end(tmp_path):
         pytest.param(3, ", n_tensors=1", marks=pytest.mark.full),
     ],
 )
+@pytest.mark.long
 def test_plan_of_a_script_without_a_trial_step_swaps_alone(tmp_path, steps, options):
     about, printed = plan_of(tmp_path / "train.py", WITH_RECIPES.format(steps=steps, options=options))
     assert about["recomputes"] == []

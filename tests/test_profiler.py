@@ -68,6 +68,7 @@ def apart(name, request, tmp_path):
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.long
 def test_a_profiler_of_the_user_after_the_profiled_step(request, tmp_path):
     apart("profile_after_the_profiled_step", request, tmp_path)
 
@@ -82,6 +83,7 @@ def profile_after_the_profiled_step(tmp_path):
         assert not torch.autograd._profiler_enabled()
 
 
+@pytest.mark.long
 def test_a_profiler_of_the_user_around_the_profiled_backward(request, tmp_path):
     apart("profile_around_the_profiled_backward", request, tmp_path)
 

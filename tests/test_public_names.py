@@ -74,6 +74,7 @@ def test_conveniences_are_in_contrib() -> None:
     assert printed(script.format(names)) == [names, []]
 
 
+@pytest.mark.long
 def test_the_handle_completes_to_what_is_documented() -> None:
     offered, named = printed(HANDLE)
     assert set(offered) == DOCUMENTED

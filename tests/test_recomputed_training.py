@@ -111,6 +111,7 @@ def spared(folder):
     """)
 
 
+@pytest.mark.long
 def test_a_slow_link_is_spared_and_the_bits_are_the_same(spared):
     found = spared
     assert found["same"]

@@ -38,6 +38,7 @@ GUARDS = {
 
 
 @pytest.mark.parametrize("guard", GUARDS)
+@pytest.mark.long
 def test_a_guard_of_shares_that_is_left_out_is_missed(guard, tmp_path, monkeypatch, reasons):
     left_out, scenario = GUARDS[guard]
     disable(scenario(tmp_path, reasons))

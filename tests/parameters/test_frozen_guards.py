@@ -132,6 +132,7 @@ GUARDS = {
 
 
 @pytest.mark.parametrize("guard", GUARDS)
+@pytest.mark.long
 def test_a_guard_that_is_left_out_is_missed(guard, tmp_path, monkeypatch):
     left_out, scenario = GUARDS[guard]
     for each in left_out:
