@@ -35,7 +35,10 @@ _TOLERANCE = 1e-9  # relative; far above the rounding of the segment tree, far b
 
 @dataclass(frozen=True, slots=True)
 class Reason:
-    """Bytes in the way of a limit, or that an argument frees, with a description; of base bytes, with their node."""
+    """An item that is in the way of a limit, or an argument that frees memory: its bytes and a description.
+
+    If the item is base bytes, `node` is the node at which they are resident.
+    """
 
     bytes: int
     text: str
@@ -241,7 +244,7 @@ def cut_bounds(trace: Trace, limit_bytes: int, link: Link) -> CutBounds:
 
 
 def with_copied_bytes(trace: Trace) -> Trace:
-    """Return the step in which each tensor has the bytes of its copies: no plan takes longer in it.
+    """Return the step with each tensor's size reduced to the bytes of its copies. No plan is slower in this step.
 
     The rest of a tensor's bytes counts as base bytes while the tensor is in use, and takes no memory in between.
     """
@@ -304,7 +307,11 @@ def _cut(
 def _copy_bounds(
     excess: Sequence[int], order: Sequence[SavedTensor], offsets: Sequence[float], bandwidth: float
 ) -> list[float]:
-    """Return for each node the bound of a `CopyQueue` over the tensors that cover it, for the node's excess."""
+    """Return for each node the earliest time at which its excess bytes have been copied; 0.0 without excess.
+
+    `CopyQueue` finds it, from the tensors that can be swapped out at the node. For copy-ins, time runs backwards from
+    the end of the step.
+    """
     queue = CopyQueue(order, offsets, bandwidth, len(excess))
     result = []
     for k, needed in enumerate(excess):

@@ -1,8 +1,8 @@
 """The optimizer's update and the steps up to the next one, as one cycle: its timing, its memory, a lower bound.
 
 State that leaves memory after its update and comes back for the next one is a tensor that lives across the end of a
-step. So the cycle begins with the update, and two periods of it are simulated as one long trace. `share` chooses what
-leaves.
+step. So the cycle begins with the update, and two periods of it are simulated as one long trace. `share_search` chooses
+the state that leaves.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = [
     "unrolled",
 ]
 
-_CELLS = 64  # of moved bytes, for each of which `cycle_bound` computes a bound
+_CELLS = 64  # number of ranges into which `cycle_bound` divides the moved bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +59,11 @@ class Update:
     chunks : tuple of StateChunk
         In the order of the update.
     ahead_bytes : int
-        A chunk is read ahead while fewer bytes than these are being read for the chunks behind the present one.
+        Copy-ins for later chunks are started while those started so far have fewer bytes than this. The copy-in of the
+        next chunk is always started.
     behind_bytes : int
-        Beyond this number of bytes that are still being written, the update waits for the oldest.
+        If more bytes than this are still being written, the update waits for the oldest copy-outs, but never for the
+        latest one.
     micro_batches : int, default 1
         Forward and backward passes for each update.
     """
@@ -78,22 +80,22 @@ class Update:
 
     @property
     def bytes(self) -> int:
-        """Of all chunks."""
+        """Bytes of all chunks."""
         return sum(chunk.bytes for chunk in self.chunks)
 
     def bytes_of(self, moved: Collection[int]) -> int:
-        """Of the chunks with these numbers."""
+        """Return the bytes of the chunks with these numbers."""
         return sum(self.chunks[i].bytes for i in moved)
 
     def swaps(self, moved: Collection[int]) -> dict[int, tuple[int | None, int]]:
-        """Return when a chunk that moves is released and prefetched, by its number.
+        """Return for each chunk that moves, by its number, when it is released and when it is prefetched.
 
         Returns
         -------
         dict of int to (int or None, int)
-            The chunk before whose update its memory is free again: the number of chunks stands for the first node after
-            the update, and None for no node that waits. And the chunk of the next update before which its copy-in is
-            queued.
+            First, the chunk before whose update the moved chunk's copy-out is awaited, so that its memory is free. The
+            number of chunks stands for the first node after the update; None means that no node waits. Second, the
+            chunk of the next update before which the copy-in is queued.
         """
         order = sorted(moved)
         prefetch = self._prefetches(order)
@@ -124,10 +126,10 @@ class CycleTiming:
     Parameters
     ----------
     seconds : float
-        Duration of the second of two periods, and no less than what the copies of state take in one direction: a
-        channel that has no time for them would fall behind in each further period.
+        Duration of the second of two periods; at least the time that the slower channel needs for the copies of state
+        of one period, because otherwise this channel would fall further behind in each period.
     update_seconds : float
-        The part of the update, with its waits.
+        Duration of the update, with its waits.
     """
 
     seconds: float
@@ -144,12 +146,12 @@ def unrolled(
     trace : Trace
         Forward and backward.
     swaps : sequence of Swap
-        What it swaps.
+        The swaps of forward and backward.
     update : Update
         One node for each of its chunks comes before forward.
     away : dict of int to (int, int)
-        Of each chunk that moves, by its number: its release and its prefetch, as nodes after the beginning of the
-        period in which it leaves. The prefetch is at most its update in the next period.
+        For each chunk that moves, by its number: its release node and its prefetch node, counted from the beginning of
+        the period in which it leaves. The prefetch node is at most the node of the chunk's update in the next period.
     periods : int
         How many; a node without duration follows the last one.
 
@@ -187,7 +189,7 @@ def unrolled(
 
 
 def _away(update: Update, moved: Collection[int], length: int) -> dict[int, tuple[int, int]]:
-    """Releases and prefetches as nodes of a period and the next one; `length` nodes after the update."""
+    """Return `away` of `unrolled` for the chunks that move. `length`: number of nodes of forward and backward."""
     period = len(update.chunks) + length
     rows = update.swaps(moved)
     return {i: (period + back if out is None else out, period + back) for i, (out, back) in rows.items()}
@@ -203,7 +205,7 @@ def simulate_cycle(
     trace : Trace
         Forward and backward, with recomputation as part of its nodes.
     swaps : sequence of Swap
-        What it swaps.
+        The swaps of forward and backward.
     link : Link
         Bandwidths and latency. Copies of state and of saved tensors use the same channels.
     update : Update
@@ -214,7 +216,7 @@ def simulate_cycle(
     Returns
     -------
     CycleTiming
-        By the rules of `simulate`. With several micro-batches copies of state overlap with the first of them alone.
+        By the rules of `simulate`. Of several micro-batches, only the first overlaps with copies of state.
 
     Examples
     --------
@@ -248,7 +250,8 @@ def cycle_bytes(update: Update, moved: Collection[int]) -> tuple[int, int]:
     Returns
     -------
     tuple of int
-        What is being written counts, as long as nobody has waited for it: up to `behind_bytes` between updates.
+        State that is being written counts until a node has waited for it. Between updates this is up to `behind_bytes`,
+        or the last chunk that moves if it is larger.
     """
     chunks, kept = len(update.chunks), update.bytes - update.bytes_of(moved)
     if not moved:
@@ -257,7 +260,7 @@ def cycle_bytes(update: Update, moved: Collection[int]) -> tuple[int, int]:
     whole, every = unrolled(empty, [], update, _away(update, moved, 1), periods=3)
     resident = list(resident_bytes(whole, every))
     begin = chunks + 1
-    for i in moved:  # the same memory before its update and after it
+    for i in moved:  # `unrolled` has it twice at its update: as state that came back and as state that leaves
         resident[begin + i] -= update.chunks[i].bytes
     return kept + max(resident[begin : begin + chunks]), between_bytes(update, moved)
 
@@ -290,12 +293,13 @@ def cycle_bound(trace: Trace, limit_bytes: int, link: Link, update: Update) -> f
 
     Notes
     -----
-    Let M bytes of state move. Saved tensors exist from forward to backward alone, and at least the other state is
-    resident meanwhile. So each pass takes at least `joint_bound` with the base bytes less M, and the cycle as long as
-    its update and its passes together. In a cycle that repeats itself, M bytes go through each channel in each period.
-    Copies of state and of saved tensors may overlap with each other and with any node: nothing is assumed of that. The
-    bound is the minimum over M of the larger of both. It is computed for cells of M, with the memory of a cell's right
-    end and the copies of its left end, and so is valid for every M of the cell.
+    Let M bytes of state move. Saved tensors exist in forward and backward only, and there at least the other state is
+    resident. So each pass takes at least `joint_bound` with M fewer base bytes. This gives a first bound on the cycle:
+    the time of its update and its passes together. In a cycle that repeats itself, M bytes go through each channel in
+    each period. This gives a second bound: the time of these copies. Both hold however copies overlap with each other
+    and with nodes. The larger of the two is a bound for M, and its minimum over M is the result. M is divided into
+    ranges, the cells. For a cell, the first bound is computed for its largest M and the second for its smallest, so the
+    bound holds for every M in the cell.
     """
     bandwidth = min(link.out_bandwidth, link.in_bandwidth)
     ends = sorted({update.bytes * i // _CELLS for i in range(_CELLS + 1)})
@@ -305,7 +309,7 @@ def cycle_bound(trace: Trace, limit_bytes: int, link: Link, update: Update) -> f
         passes = joint_bound(freed(trace, cells[cell][1]), limit_bytes, link)
         return update.seconds + update.micro_batches * passes
 
-    # Computing takes no longer with more bytes moved, and copying no less: the minimum is where they cross.
+    # As M grows, the first bound never rises and the second never falls. So the minimum is where they cross.
     low, high = -1, len(cells) - 1
     below, best = math.inf, max(computing(high), cells[high][0] / bandwidth)
     while high - low > 1:

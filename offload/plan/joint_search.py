@@ -29,15 +29,15 @@ _EXHAUSTIVE_MAX = 8  # tensors that may be swapped; up to this number, every set
 _PROBE_SECONDS = 0.01  # estimated seconds to choose the swaps of one set, for up to 1,000 tensors; see `small_share`
 _SMALL = 10_000  # tensors times nodes; a step with a smaller product gets less time
 _PREFIX_SHARE = 0.2  # share of the budget for each order
-_FLIP_SHARE = 0.8  # share of the remaining budget; the rest is used to improve the swaps of the best set
+_FLIP_SHARE = 0.8  # share of the remaining budget for the local search, `flips`; the rest is for `polished`
 _POLISH_SHARE = 0.25  # most time for improving the swaps, relative to the time of the search for the set
-_PATIENCE = 16  # sets tried per candidate without a gain before the search ends, at a gap of _PATIENCE_GAP
-_PATIENCE_GAP = 0.01  # the patience is proportional to the gap
+_PATIENCE = 16  # local search ends after this many sets per candidate without a gain, if the gap is _PATIENCE_GAP
+_PATIENCE_GAP = 0.01  # gap: step time relative to the target, minus 1; the patience is proportional to it
 _PATIENCE_FACTORS = (0.1, 2.0)  # least and largest factor by which the gap changes the patience
 _CLOSE = 0.005  # if the gap is at most this, no further order is tried
 _GAIN = 1e-4  # relative gain in step time; a smaller one counts as none
 _FIRST_PREFIXES = (1.0, 0.75, 0.5, 0.25)
-_RANKINGS = 3  # number of rankings whose minimal sets are tried as swaps of a changed set
+_RANKINGS = 3  # after a change of the dropped set, swaps are tried from the minimal sets of this many rankings
 _NEAR = 0.1  # share of the nodes: a tensor within this distance of a stall counts as close to it
 _IDLE_MAX = 300  # consecutive changes without an improvement; then the search starts again near the best set
 _KICKS = 6  # random changes from the best set to the new start
@@ -155,7 +155,10 @@ class _JointSearch:
         return frozenset(i for i in order if drops.add(i))
 
     def orders(self) -> Iterator[list[int]]:
-        """Yield the candidates sorted by recomputation time: per byte; per byte and node saved; in total."""
+        """Yield the candidates in three orders: by recomputation time per byte, per byte and node, and in total.
+
+        The nodes are those from a tensor's last use in forward to its first use in backward.
+        """
         tensors = self.tensors
         yield self.candidates
         yield sorted(self.candidates, key=lambda i: _price(tensors[i]) / _away(tensors[i]))
@@ -277,7 +280,10 @@ class _JointSearch:
         return frozenset(dropped)
 
     def _addable(self, best: JointPlacement) -> list[int]:
-        """Return candidates to drop in addition: at random all or only swapped ones, all or only those near a stall."""
+        """Return candidates that may be dropped in addition.
+
+        Chooses at random between all candidates and only swapped ones, and whether to take only those near a stall.
+        """
         rng = self.random
         among = set(best.swapped) if rng.random() < 0.6 else set(self.candidates) - best.dropped
         pool = [i for i in self.candidates if i in among]

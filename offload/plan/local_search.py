@@ -40,7 +40,10 @@ class SearchBudget:
         return SearchBudget(seconds, self.effort)
 
     def exhaustive(self, count_max: int) -> int:
-        """Return up to how many tensors every set is tried: `count_max` with the full effort, one less with half."""
+        """Return the number of tensors up to which every set is tried.
+
+        It is `count_max` with the full effort, and one less each time that the effort is halved.
+        """
         return count_max + math.floor(math.log2(self.effort)) if self.effort > 0 else 0
 
     def spend(self, step: Step, swap_count: int) -> None:
@@ -152,8 +155,9 @@ def delay_prefetches(
 def _delays(step: Step, placement: SwapPlacement, stalls: Sequence[Stall]) -> Iterator[dict[int, int]]:
     """Yield values of `not_before` that free memory for the late tensor of a stall.
 
-    This tensor is not prefetched one node earlier because its bytes do not fit there. So each tensor that is already
-    prefetched at that node, but not used yet, is a candidate for a later prefetch.
+    The node before this tensor's prefetch node usually has no room for it: otherwise the tensor would be prefetched
+    there. So each other tensor that is prefetched at that node or before it, and used after it, is a candidate for a
+    later prefetch.
     """
     if not stalls:
         return
@@ -272,7 +276,7 @@ class Neighbourhood:
         return False
 
     def _prune(self, headroom: Ints, swapped: NDArray[np.bool_], added: Iterable[int]) -> None:
-        """In random order, remove from the set tensors that fit within the limit, except those in `added`."""
+        """In random order, remove tensors from the set if the limit allows it, except those in `added`."""
         choice = [i for i in np.flatnonzero(swapped).tolist() if i not in added]
         for i in self.random.sample(choice, min(len(choice), _PRUNINGS_MAX)):
             span = headroom[self.step.release_min[i] : self.step.first_backward[i]]

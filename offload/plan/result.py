@@ -197,7 +197,7 @@ class Plan:
         return "\n".join([*lines, *(self._kept_sentence(tensor, without) for tensor in kept)])
 
     def _kept_sentence(self, tensor: SavedTensor, without: Sequence[int]) -> str:
-        """Return the sentence why a tensor stays. `without`: resident bytes of each node if every tensor is kept."""
+        """Return the sentence that says why a tensor is kept. `without`: resident bytes by node if all tensors are."""
         most = max(without[tensor.last_forward + 1 : tensor.first_backward], default=0)
         if tensor.first_backward == tensor.last_forward + 1:
             why = "since it is used again at once"

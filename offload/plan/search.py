@@ -36,10 +36,10 @@ _JOINT_SECONDS = 2.0  # search with recomputation
 _JOINT_PROBE_SECONDS = 0.1  # search with recomputation, for each limit of a bisection
 _JOINT_LOWER_SECONDS = 0.4  # search with recomputation, for each limit after a bisection
 _EXHAUSTIVE_MAX = 12  # with at most 12 tensors, a search tries every set of them (4,096)
-_EXHAUSTIVE_PROBE_MAX = 8  # the same for short searches: those that try a limit, and the one before recomputation
+_EXHAUSTIVE_PROBE_MAX = 8  # the same, in a search for one of several limits and in the one before recomputation
 _LIMITS_MAX = 16  # limits tried by bisection
-# After the bisection, lower limits are tried: first the least feasible one, then the bisection's result, lowered by
-# these shares of its distance from the least feasible one.
+# After the bisection, lower limits are tried: first the least feasible one, then limits below the bisection's result.
+# They are lower than it by these shares of its distance from the least feasible limit.
 _LOWER_LIMITS = (0.02, 0.005, 0.001)
 _SAFETY_FACTORS = (2.0, 1.5, 1.2)  # tried in this order for the final placement; see `Step.place`
 

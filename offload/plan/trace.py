@@ -162,7 +162,7 @@ class Trace:
     source : str, default ""
         Where the trace comes from, as free text.
     link : Link, optional
-        The link as measured on the recording machine. A file has only its bandwidths and its latency.
+        The link as measured on the recording machine. A trace file stores only its bandwidths and its latency.
 
     Raises
     ------
@@ -299,7 +299,7 @@ class Trace:
         }
 
 
-_ROUNDING = 1e-9  # relative tolerance: the order in which operators' shares are added changes the last bits
+_ROUNDING = 1e-9  # relative tolerance: `least_seconds` and `seconds` are sums in different orders, so last bits differ
 _LINK_FIELDS = ("out_bandwidth", "in_bandwidth", "latency")
 _NODE_NUMBERS = ("produced", "packed", "last_forward", "first_backward", "last_use")
 

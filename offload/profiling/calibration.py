@@ -35,7 +35,7 @@ log = logging.getLogger("offload")
 
 BLOCK_BYTES_MAX = 16 << 20
 KEPT_SECONDS_MAX = 900.0  # a cached result expires after this time, because the load of the machine changes
-SPREAD_MAX = 2.0  # of the bandwidths of a link whose rounds agree
+SPREAD_MAX = 2.0  # a link is steady if its `spread` is at most this
 OTHERS_FRACTION_MAX = 0.1  # share of the CPU time; if other programs use more, the result is not cached
 
 
@@ -145,9 +145,9 @@ def calibrate(
     """Measure how fast `store` copies out of `device` and back, or return a cached result of the last 15 minutes.
 
     Blocks of up to 16 MiB are copied through the engine, at most two in flight per direction: first in each direction
-    alone, then in both at once. Blocks are smaller if 16 MiB is more than an eighth of the host limit or, without a
-    GPU, of the free disk space, or if four of them need more than `room_bytes`. Takes about a second. `store.stats()`
-    counts these copies too.
+    alone, then in both at once. Blocks are smaller than 16 MiB if an eighth of the host limit (without a GPU: of the
+    free disk space) is less than that, if four such blocks need more than `room_bytes`, or if the copy-out of one block
+    takes longer than 50 ms. The measurement takes about a second. `store.stats()` counts these copies too.
 
     Parameters
     ----------
@@ -221,7 +221,7 @@ def calibrate(
 def measure_link(device: torch.device, options: Options, room_bytes: int | None = None) -> Link:
     """Measure the link for the plans of a session with these options. Raises the same errors as `calibrate`.
 
-    The measurement uses at most `room_bytes` of the device's memory, if given, but at least 16 KiB.
+    If `room_bytes` is given, the measurement uses no more of the device's memory than this, or 16 KiB if that is more.
     """
     # The store is a separate one: no other code uses it, and its copies do not appear in the report.
     # Copies between GPU and host take no CPU time from the computation.
@@ -231,9 +231,10 @@ def measure_link(device: torch.device, options: Options, room_bytes: int | None 
 
 
 def forget_disturbed() -> None:
-    """Forget results that were measured while other programs used the processors. Steps have measured the link since.
+    """Forget results that were measured while other programs used the processors.
 
-    Only this process has used them: they were not written to the cache.
+    The controller calls this as soon as the steps of a plan have been measured, because their copies show the speed of
+    the link. Only this process has used these results: they were not written to the cache.
     """
     _not_written.clear()
 

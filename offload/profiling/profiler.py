@@ -61,7 +61,7 @@ class Recorder:
         return True
 
     def begin(self) -> None:
-        """Do nothing at the begin of a hook."""
+        """Do nothing when a hook begins."""
 
     def pass_by(self, pack_index: int) -> None:
         """Do nothing; not called, because every tensor that can be swapped is swapped."""
@@ -129,7 +129,7 @@ class SavedStorage:
     place: int
     nbytes: int
     entries: list[int] = field(default_factory=list)  # pack indices
-    last_forward: int | None = None  # last node in which other code held the storage; None: it still does
+    last_forward: int | None = None  # last node in which code other than offload held the storage; None: it still does
 
 
 @dataclass(frozen=True)
@@ -158,10 +158,10 @@ class Profile:
     knows_temporaries: bool
 
     def room_bytes(self, limit_bytes: int | None, held: HeldBytes) -> int | None:
-        """Return how many bytes the measurement of the link may use: what `held` leaves of the limit; None without one.
+        """Return how many bytes the measurement of the link may use: what `held` leaves of `limit_bytes`.
 
-        At least 1/64 of the limit, so that blocks of a useful size can be copied: with ``optimizer_state="auto"``,
-        state that is to leave may still take all of the limit.
+        None without a limit. Otherwise at least 1/64 of the limit, so that blocks of a useful size can be copied in any
+        case: with ``optimizer_state="auto"``, state that a plan will move out may still take all of the limit.
         """
         if limit_bytes is None:
             return None
@@ -205,7 +205,10 @@ class Profiler(Recorder):
 
     @property
     def is_lost(self) -> bool:
-        """Whether no backward can begin: the step's hooks are freed, so its graph, whose nodes hold them, is too."""
+        """Whether no backward can begin any more, because the step's graph is freed.
+
+        The graph's nodes hold the step's hooks. So once the hooks are freed, the graph is too.
+        """
         return self._hooks is not None and self._hooks() is None
 
     def stop(self) -> bool:
@@ -224,7 +227,7 @@ class Profiler(Recorder):
         return True
 
     def begin(self) -> None:
-        """Record the begin of a hook."""
+        """Record that a hook begins."""
         self.stopwatch.begin()
 
     def swapped(self, pack_index: int, slot: SwappedStorage, tensor: torch.Tensor) -> None:
@@ -317,7 +320,10 @@ class Profiler(Recorder):
 
 
 def tensor_of(storage: SavedStorage, order: StepOrder) -> SavedTensor | None:
-    """Return the tensor of the trace; None if other code holds the storage in backward. `profile` sets `produced`."""
+    """Return the tensor of the trace; None if other code holds the storage in backward.
+
+    Its `produced` is `packed` for now; `Profiler.profile` replaces it with the node of the allocation, if it is known.
+    """
     entries = [order.entries[pack_index] for pack_index in storage.entries]
     last = order.node_count - 1
     first_backward = min((e.first_backward for e in entries if e.first_backward is not None), default=last)

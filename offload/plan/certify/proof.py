@@ -92,14 +92,14 @@ def prove(
 
     Notes
     -----
-    The program is a relaxation: it enforces the limit only at some nodes, the cuts. Its optimum is therefore a valid
-    lower bound. Binary variables state which tensors swap, and for each cut k which are released and which are
-    prefetched by then. Four constraints hold in every plan:
+    The bound is the optimum of a mixed-integer program. The program is a relaxation: it enforces the limit only at some
+    nodes, the cuts. So its optimum is a valid lower bound. Binary variables state which tensors swap, and for each cut
+    k which are released and which are prefetched by then. Four constraints hold in every plan:
 
     1. The bytes that are swapped out at k cover the excess over the limit there.
     2. The copy-out channel is FIFO in pack order: if a tensor is released by k, all swapped tensors packed before it
-       have been copied out. So, for every node p before k: node k is not ready before p has ended and, after that, all
-       tensors that were packed at p or later and are released by k have been copied out.
+       have been copied out. So for every node p before k, node k is ready no earlier than the end of p plus the time
+       to copy out the swapped tensors that are packed at p or later, up to the last one that is released by k.
     3. The copy-in channel is FIFO: between the end of node k and the start of node u, all tensors that are swapped out
        at k and used at u or before are copied in.
     4. Nodes run one after another, each for its time.
@@ -190,7 +190,7 @@ def _solve_relaxation(
         program.require([(1.0, ready[k + 1]), (-1.0, start[k])], seconds / unit)
     swapped = [program.variable(0.0, 1.0, integer=True) for _ in range(step.count)]
     scale = float(max(step.bytes, default=1)) or 1.0
-    released: dict[int, int] = {}  # for each tensor, the variable at the last cut that it covers
+    released: dict[int, int] = {}  # for each tensor, its variable at the latest cut so far at which it can be away
     prefetched: dict[int, int] = {}
     for k in cuts:
         covering = [i for i in range(step.count) if step.release_min[i] <= k < step.first_backward[i]]
@@ -227,7 +227,7 @@ def _add_copy_out_rows(
 ) -> None:
     """Add constraint 2 for the cut k: tensors released by k have been copied out before, in pack order."""
     ready, start = times
-    passed: list[int] = []  # for each tensor, the variable: the channel has reached its place in the queue by k
+    passed: list[int] = []  # for each tensor, a variable: 1 if the channel has reached its place in the queue by k
     copied: list[tuple[float, int]] = []
     nodes: list[int] = []
     for i in range(step.count):
