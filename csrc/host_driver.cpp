@@ -44,8 +44,8 @@ HostDriver::HostDriver(LaneOrder order, uint64_t seed, int niceness, double band
 void HostDriver::require_same_process() const {
   if (in_forked_child() && !OFFLOAD_BROKEN("a forked child is refused"))
     throw DriverError("offload", 0,
-                      "the engine's threads did not survive fork(): in this process call offload.disable(model), and "
-                      "then offload.enable(model) to swap here too; or start it with "
+                      "fork() does not copy the engine's threads: in this process call offload.disable(model), and "
+                      "then offload.enable(model) to swap here too; or start the process with "
                       "multiprocessing.set_start_method(\"spawn\")");
 }
 
@@ -147,7 +147,9 @@ void HostDriver::wait_until(std::unique_lock<std::mutex>& lock, Predicate done) 
   while (!done()) {
     if (step(lock)) continue;
     const bool others = std::any_of(streams_.begin(), streams_.end(), [](const StreamRef& s) { return s->running; });
-    if (!others) throw DriverError("host stream", 0, "deadlock: nothing can run and the awaited event is not done");
+    if (!others)
+      throw DriverError("host stream", 0,
+                        "deadlock: the awaited event is not done, and no stream can run an operation");
     changed_.wait_for(lock, std::chrono::milliseconds(10));
   }
 }

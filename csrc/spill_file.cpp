@@ -250,7 +250,7 @@ void SpillFile::finish(FileIo& io, const FileTransfer& whole, int64_t result) {
 
 void SpillFile::verify(const Extent& extent, uint32_t expected, uint32_t found) const {
   if (expected != found && !OFFLOAD_BROKEN("checksum is verified"))
-    fail(EIO, extent.offset, "spilled bytes came back changed (checksum differs)");
+    fail(EIO, extent.offset, "spilled bytes do not match their checksum");
 }
 
 uint64_t SpillFile::trim() {

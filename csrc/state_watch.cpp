@@ -299,7 +299,8 @@ void watch_dealloc(PyObject* self) {
 
 PyMethodDef watch_methods[] = {
     {"look", guarded<look>, METH_O,
-     "look(model): return whether its parameters and buffers, and whether their gradients, are as at the last call."},
+     "look(model): return two bools: whether its parameters and buffers, and whether their gradients, are the same as "
+     "at the last call."},
     {"same_leaves", guarded<same_leaves>, METH_O,
      "same_leaves(value): return whether the tensors in dictionaries, lists and tuples are those of the last call."},
     {nullptr, nullptr, 0, nullptr}};

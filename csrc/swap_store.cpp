@@ -85,7 +85,7 @@ void SwapStore::require_swapped_in(const Slot& slot) {
   if (OFFLOAD_BROKEN("a read that failed is reported")) return;
   if (slot.failure != nullptr) std::rethrow_exception(slot.failure);
   if (slot.state != State::ready)
-    throw std::logic_error(std::string("swap_in before prefetch: the ticket is ") + state_name(slot.state));
+    throw std::logic_error(std::string("swap_in was called before prefetch: the ticket is ") + state_name(slot.state));
 }
 
 Ticket SwapStore::swap_out(const void* source, size_t bytes, Stream compute, uint64_t need) {

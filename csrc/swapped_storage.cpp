@@ -177,7 +177,7 @@ bool warn_of_read(const Books& books) {
   PyErr_NormalizeException(&type, &value, &traceback);
   const Owned kind(type), error(value), frames(traceback);
   const Owned text(PyObject_Str(error.get()));
-  const Owned format(PyUnicode_FromString("a prefetch failed; the tensor is read again on demand: %s"));
+  const Owned format(PyUnicode_FromString("a prefetch failed; the tensor is swapped in on demand instead: %s"));
   if (!format || !text) return false;
   return Owned(PyObject_CallFunctionObjArgs(books.warn.get(), format.get(), text.get(), nullptr)).get() != nullptr;
 }
@@ -349,12 +349,12 @@ void storage_dealloc(PyObject* self) {
 
 PyMethodDef storage_methods[] = {
     {"prefetch", storage_prefetch, METH_NOARGS,
-     "prefetch(): start the copy-in; False if the bytes are on the device or a copy-in is under way."},
+     "prefetch(): start the copy-in; return False if the bytes are on the device or a copy-in is under way."},
     {"swap_in", storage_swap_in, METH_NOARGS,
      "swap_in(): swap in for the current stream; return (storage, offset of the first byte in it)."},
     {"add_view", storage_add_view, METH_NOARGS, "add_view(): count one more view that will be unpacked."},
     {"remove_view", storage_remove_view, METH_NOARGS,
-     "remove_view(): count one view less; free the bytes on the device if no other view uses them."},
+     "remove_view(): count one view fewer; free the bytes on the device if no other view uses them."},
     {"wait_copied_out", storage_wait_copied_out, METH_NOARGS, "wait_copied_out(): wait until the copy-out has ended."},
     {nullptr, nullptr, 0, nullptr}};
 

@@ -172,7 +172,7 @@ PyObject* view_of_handle(PyObject* tensor, PyObject* handle) {
 // view_of(tensor, saved, index)
 PyObject* view_of(PyObject*, PyObject* const* args, Py_ssize_t count) {
   if (count != 3) {
-    PyErr_SetString(PyExc_TypeError, "view_of takes a tensor, the object with its bytes, and the index of its pack");
+    PyErr_SetString(PyExc_TypeError, "view_of takes a tensor, the object that has its bytes, and its pack index");
     return nullptr;
   }
   const Py_ssize_t index = PyLong_AsSsize_t(args[2]);

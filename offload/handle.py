@@ -209,7 +209,7 @@ class Session:
     ) -> None:  # fmt: skip
         """Move the state of an optimizer that was created after `enable` or `materialize`, or step it in backward.
 
-        Call it between two steps; arguments as in `offload.enable`. From then on, no plan moves optimizer state.
+        Call it between two steps. From then on, no plan changes which state moves. `optimizer_state` is True or False.
 
         Raises
         ------
@@ -218,9 +218,9 @@ class Session:
         """
         model = self._model()
         if model is None or not self._enabled.is_enabled or optimizer_state not in (True, False):
-            raise ValueError("add_optimizer: call it while offload is enabled, with optimizer_state=True or False")
-        optimizers = check_optimizers(model, optimizer, optimizer_state, step_in_backward, gradients)
-        untraced(self._states.add, optimizers, optimizer_state, step_in_backward, gradients)
+            raise ValueError("add_optimizer works while offload is enabled, with optimizer_state=True or False")
+        check_optimizers(model, optimizer, optimizer_state, step_in_backward, gradients)
+        untraced(self._states.add, (optimizer,), optimizer_state, step_in_backward, gradients)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, **options: Any) -> torch.Tensor:
         """Clip the norm of all gradients of the model with `torch.nn.utils.clip_grad_norm_`.

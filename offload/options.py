@@ -226,7 +226,7 @@ def check_parameters(parameters: object) -> None:
     if parameters is not False and parameters not in get_args(Parameters):
         raise ValueError(
             'parameters says which parameters leave memory while no module uses them: "all", "frozen" (those without '
-            'gradients), "auto" ("frozen" if memory_limit cannot be kept otherwise) or False (none), '
+            'gradients), "auto" ("frozen" if the model alone exceeds memory_limit) or False (none), '
             f"not {parameters!r}"
         )
 

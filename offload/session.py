@@ -114,8 +114,8 @@ def enable(
         are written once. ``"all"``: trained parameters too, which are written again after each update. With
         `step_in_backward`, a parameter is updated in backward, while it is in memory. With ``optimizer_state=True``,
         `optimizer.step()` swaps in a few parameters at a time, with their state. With neither, each parameter is read
-        when the optimizer uses it. ``"auto"``, the default: as ``"frozen"`` if no plan could keep `memory_limit`
-        otherwise, because the parameters, buffers and gradients of the model alone exceed it; else as ``False``.
+        when the optimizer uses it. ``"auto"``, the default: as ``"frozen"`` if the parameters, the buffers and the
+        gradients of the trained parameters alone exceed `memory_limit`; else as ``False``.
         ``False``: all parameters stay in memory.
 
     Returns
@@ -247,7 +247,9 @@ def _enable(
 ) -> Session:
     options = check_options(model, device, **asked)
     record_out_of_memory()
-    moved = which_move(model, parameters, options.memory_limit, keeps_gradients=not (in_backward or moves_gradients))
+    keeps_gradients = not (in_backward or moves_gradients)
+    limit, least = options.memory_limit, options.min_tensor_bytes
+    moved = which_move(model, parameters, limit, min_nbytes=least, keeps_gradients=keeps_gradients)
     engine = make_engine(device, options)
     # `offload plan` and `offload fit` listen to profiles. Steps then follow no plan, so no plan can move state.
     is_asked = optimizer_state == "auto" and not in_backward

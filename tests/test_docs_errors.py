@@ -34,7 +34,7 @@ UNLISTED = {
 }
 INTERNAL_OF_CSRC = (  # of the engine's own mistakes, and one word of a longer message
     "this address is registered already",
-    "deadlock: nothing can run",
+    "deadlock: the awaited event is not done",
     "no reason given",
 )
 

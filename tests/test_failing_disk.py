@@ -98,7 +98,7 @@ def test_failing_prefetch_is_an_error_only_where_it_is_needed(tmp_path, caplog, 
             leaf.grad = None
         out.sum().backward()
         assert torch.equal(leaf.grad, expected)
-        assert "a prefetch failed; the tensor is read again on demand: [Errno 5]" in caplog.text
+        assert "a prefetch failed; the tensor is swapped in on demand instead: [Errno 5]" in caplog.text
         del out
         handle._engine.drain()
         assert handle._engine.live_records == 0

@@ -130,7 +130,11 @@ class SlowdownPromise:
         assert allowed is not None
         if frontier.is_settled:
             if frontier.is_broken(allowed):
-                log.info("planning again: steps were too slow beside the last %d reference steps", len(frontier.looks))
+                log.info(
+                    "planning again: steps were slower than max_slowdown allows, compared with each of the last %d "
+                    "reference steps",
+                    len(frontier.looks),
+                )
                 frontier.start_again()
                 planned.replans = 0
             return not frontier.is_settled
@@ -230,7 +234,8 @@ class SlowdownPromise:
         if plan is not judged.plan:
             is_slow = judged.slowdown_max > allowed
             why = f"was {judged.in_words} slower than without swapping" if is_slow else "saves too little memory"
-            log.info("back to a plan with %d swaps: the one with %d %s", len(plan.swaps), len(judged.plan.swaps), why)
+            swaps = len(plan.swaps), len(judged.plan.swaps)
+            log.info("back to a plan with %d swaps: the last one tried, with %d swaps, %s", *swaps, why)
         return plan
 
     def _best(self, planned: PlannedStep, allowed: float) -> Plan:
@@ -251,7 +256,9 @@ class SlowdownPromise:
             fastest = min(frontier.tried, key=lambda each: each.slowdown_max)
             if fastest.slowdown > allowed:
                 warnings.warn(
-                    f"max_slowdown: {allowed:.3g} is not met, memory_limit needs {fastest.slowdown:.3g}", stacklevel=2
+                    f"max_slowdown={allowed:.3g} is not met: the fastest plan tried within memory_limit has a slowdown "
+                    f"of {fastest.slowdown:.3g}",
+                    stacklevel=2,
                 )
             return fastest.plan
         return plan

@@ -27,6 +27,7 @@ def explained(
     optimizer_bytes: int,
     movable_bytes: int,
     window_bytes: int,
+    frozen_bytes: int,
 ) -> InfeasibleLimitError:
     """Return the error with the memory that is not saved for backward divided into parts, and with knobs.
 
@@ -47,6 +48,8 @@ def explained(
         may still be being written.
     window_bytes
         Bytes of this state that are in memory at a time during an update, including what is being read and written.
+    frozen_bytes
+        Bytes of frozen parameters in memory that could move.
     """
     gradients = max(planned.held.gradients, *planned.profile.gradient_bytes, 0)
     in_update = planned.held.kept + gradients - movable_bytes + window_bytes
@@ -57,7 +60,7 @@ def explained(
     reasons.sort(key=lambda reason: -reason.bytes)
     knobs = [
         Reason(nbytes, text)
-        for nbytes, text in _knobs(options, counts, movable_bytes, least_bytes)
+        for nbytes, text in _knobs(options, counts, movable_bytes, least_bytes, frozen_bytes)
         if nbytes >= _WORTH_BYTES
     ]
     knobs.sort(key=lambda knob: -knob.bytes)
@@ -78,10 +81,13 @@ def _parts(reason: Reason, planned: PlannedStep, optimizer_bytes: int) -> Iterat
     yield from (Reason(nbytes, f"of {name}{at}", reason.node) for name, nbytes in rows.items() if nbytes)
 
 
-def _knobs(options: Options, counts: Counts, movable_bytes: int, least_bytes: int) -> Iterator[tuple[int, str]]:
+def _knobs(
+    options: Options, counts: Counts, movable_bytes: int, least_bytes: int, frozen_bytes: int
+) -> Iterator[tuple[int, str]]:
     steps = max(1, counts.steps - 1)
     then = f"the least is then about {format_bytes(least_bytes)}"
     yield movable_bytes, f'optimizer_state="auto" lets optimizer state leave memory between updates ({then})'
+    yield frozen_bytes, 'parameters="frozen" lets frozen parameters leave memory while no module uses them'
     if options.min_tensor_bytes > _SMALL_BYTES and "small" in counts:
         yield counts["small"].nbytes // steps, 'min_tensor_bytes="64KiB" swaps small tensors too'
     if options.exclude and "excluded" in counts:

@@ -145,6 +145,7 @@ class StatePlanner:
             optimizer_bytes=max(0, kept),
             movable_bytes=max(0, movable - mover.BEHIND_BYTES),
             window_bytes=min(movable, mover.CHUNK_BYTES + mover.AHEAD_BYTES),
+            frozen_bytes=self._held.frozen_bytes(self._options.min_tensor_bytes),
         )
 
     def has_room(self, nbytes: int) -> bool:

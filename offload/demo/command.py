@@ -225,8 +225,8 @@ def remarks(results: Sequence[dict[str, Any]]) -> list[str]:
 
 _SETTLED = "the median counts the steps after the search for a plan, without reference steps"
 _SEARCHING = (
-    "only {settled} steps followed the search for a plan, too few for a median: it counts all steps but the first, and "
-    "so the slower trial and reference steps too; with more --steps it counts only steps after the search"
+    "only {settled} steps followed the search for a plan, too few for a median: the median is of all steps but the "
+    "first, including the slower trial and reference steps. With more --steps it is of the steps after the search"
 )
 
 

@@ -72,9 +72,8 @@ _COSTS = {
 }
 
 
-@cache
 def current() -> str:
-    """Return the name of the malloc that this process uses. It is read once: a process never changes its malloc.
+    """Return the name of the malloc that this process uses.
 
     Returns
     -------
@@ -82,9 +81,14 @@ def current() -> str:
         "tcmalloc", "jemalloc", "mimalloc", "glibc" or "musl" under Linux; "system" elsewhere.
     """
     try:
-        maps = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace")
+        return _read_name()
     except OSError:
         return "system"
+
+
+@cache  # a process never changes its malloc, and its mappings may be thousands of lines
+def _read_name() -> str:
+    maps = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace")
     return _name_in_maps(maps, _malloc_address())
 
 

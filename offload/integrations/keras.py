@@ -45,7 +45,7 @@ class OffloadCallback(Switched, keras.callbacks.Callback):  # type: ignore[misc]
     TypeError
         An option is not an argument of `offload.enable`.
     ValueError
-        `step_in_backward` is True, or `optimizer_state` is not "auto", True or False.
+        `step_in_backward` or `gradients` is True, or `optimizer_state` is not "auto", True or False.
 
     Notes
     -----
@@ -80,6 +80,10 @@ class OffloadCallback(Switched, keras.callbacks.Callback):  # type: ignore[misc]
             raise ValueError(
                 "step_in_backward=True cannot be used with Keras, whose own optimizers apply all gradients together: "
                 "leave it out"
+            )
+        if options.get("gradients"):
+            raise ValueError(
+                "gradients=True cannot be used with Keras, whose own optimizers' state stays in memory: leave it out"
             )
         self._optimizer_state = options.pop("optimizer_state", False)
         check_optimizer_state(self._optimizer_state)

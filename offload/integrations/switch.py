@@ -79,8 +79,9 @@ class Switch:
         found = [name for name, is_used in used.items() if is_used]
         if self.steps_in_backward and found:
             raise ValueError(
-                f"{self.owner} with step_in_backward=True: {', '.join(found)} needs all gradients after backward, and "
-                "each one is used and freed in backward; switch that off, or leave step_in_backward out"
+                f"{self.owner} with step_in_backward=True: {', '.join(found)} needs all gradients after backward, but "
+                "backward updates each parameter and then frees its gradient; switch that off, or leave "
+                "step_in_backward out"
             )
 
     def metrics(self) -> dict[str, float]:

@@ -42,7 +42,7 @@ CHUNK_BYTES = 32 << 20
 AHEAD_BYTES = 64 << 20
 BEHIND_BYTES = 64 << 20
 
-STAYS_BY_PLAN = "steps stay within memory_limit without moving it"
+STAYS_BY_PLAN = "steps stay within memory_limit without swapping out this state"
 
 _SAMPLE = SimpleNamespace(state={})
 _HELD_ONCE = sys.getrefcount(_SAMPLE.state)  # reference count of an attribute's value that no other code holds

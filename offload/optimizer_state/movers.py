@@ -126,7 +126,8 @@ class StateMovers:
     ) -> None:
         """Move the state of further optimizers and their gradients, or step them in backward.
 
-        From then on no plan chooses which state moves: the state of optimizers that were not given stays in memory.
+        From then on no plan chooses which state moves: of optimizers that are not given, what moves now goes on moving,
+        and the rest stays in memory.
 
         Raises
         ------
@@ -135,24 +136,29 @@ class StateMovers:
         """
         # Those for which nobody has chosen that all of their state moves.
         planned = [mover for mover in self._alive() if self.is_planned or mover.share.moved is not None]
-        replaced = [mover for mover in planned if any(mover.optimizer is each for each in optimizers)]
-        taken_over = {id(mover.optimizer) for mover in replaced}
-        self._check([each for each in optimizers if id(each) not in taken_over], optimizers if in_backward else ())
+        known = [mover for mover in planned if any(mover.optimizer is each for each in optimizers)]
+        new = [each for each in optimizers if all(mover.optimizer is not each for mover in known)]
+        self._check(new, optimizers if in_backward else ())
         self.is_planned = False
-        for mover in planned:
-            mover.follow(frozenset())  # its state comes back with its next step
-        for mover in replaced:
+        for mover in known:
+            if not (in_backward or moves_gradients):
+                mover.follow(None if moves_state else frozenset())  # the latter: it comes back with its next step
+                continue
+            optimizer = mover.optimizer
             mover.close()
             self._movers = [each for each in self._movers if each() is not mover]
             self.counts = [each for each in self.counts if each is not mover.counts]
-        self._take_all(optimizers, moves_state, in_backward, moves_gradients)
+            if optimizer is not None:
+                new.append(optimizer)
+        if moves_state or in_backward:
+            self._take_all(new, moves_state, in_backward, moves_gradients)
 
     def _check(self, unused: Iterable[Optimizer], in_backward: Sequence[Optimizer]) -> None:
         """Check that no enabled model uses some optimizers, and that others can step in backward."""
         for optimizer in unused:
             if _is_used(optimizer):
                 raise ValueError(
-                    f"optimizer: this {type(optimizer).__name__} belongs to another enabled model; "
+                    f"optimizer: this {type(optimizer).__name__} is already used by an enabled model; "
                     "give it to one offload.enable alone"
                 )
         if in_backward:

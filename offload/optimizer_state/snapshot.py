@@ -1,63 +1,109 @@
-"""Copies of moved state for `state_dict()`, in unnamed files that are mapped into memory.
+"""Copies of state for `state_dict()`, in an unnamed file that is mapped into memory.
 
-The system can drop their pages from memory at any time and read them again, so a snapshot of all state fits where the
-state itself does not.
+The system can drop the file's pages from memory at any time and read them again, so a snapshot of all state fits where
+the state itself does not.
 """
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
+import tempfile
+from typing import Any
 
 import torch
-from torch import Tensor, UntypedStorage
+from torch import Tensor
 
-from offload.options import is_in_memory
+from offload.options import FREE_DISK_BYTES_MIN, free_disk_bytes, is_in_memory
 
-__all__ = ["in_file"]
+__all__ = ["Snapshot"]
+
+_ALIGNMENT = 64  # of a tensor's first byte, as of memory from torch's own allocator
 
 
-def in_file(tensor: Tensor, folder: str) -> Tensor:
-    """Return a tensor on the CPU with the same bytes, in a file of its own; the given one if there can be no file.
+class Snapshot:
+    """A file for copies of tensors on the CPU, and the places where these copies belong.
+
+    One file and one mapping serve all tensors: both are limited in number. They are freed with the last tensor.
 
     Parameters
     ----------
-    tensor
-        On the CPU.
     folder
-        Where the file is created. It has no name, and is freed with the tensor. There can be no file if the folder is
-        on a tmpfs, is full, or does not support unnamed files.
+        Where the file is created; it has no name.
+    nbytes
+        Space for the copies, from `space_for`.
 
-    Returns
-    -------
-    Tensor
-        Of the same shape, strides and type. Writes to it stay in memory.
+    Raises
+    ------
+    OSError
+        There can be no file, or the disk has no room for it.
     """
-    if not folder or not hasattr(os, "O_TMPFILE") or is_in_memory(folder):
-        return tensor
-    source = tensor.untyped_storage()
-    try:
-        file = os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
-    except OSError:
-        return tensor
-    try:
-        os.posix_fallocate(file, 0, source.nbytes())
-        _write(file, source)
-        # Not `UntypedStorage.from_file`: torch takes its storages for shared memory.
-        mapped = mmap.mmap(file, source.nbytes(), flags=mmap.MAP_PRIVATE)
-    except OSError:
-        return tensor
-    finally:
-        os.close(file)
-    storage = torch.frombuffer(mapped, dtype=torch.uint8).untyped_storage()
-    with torch.no_grad():
-        empty = torch.empty(0, dtype=tensor.dtype)
-        return empty.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
+
+    def __init__(self, folder: str, nbytes: int) -> None:
+        if is_in_memory(folder) or free_disk_bytes(folder) < nbytes + FREE_DISK_BYTES_MIN:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), folder)
+        self._nbytes = nbytes
+        self._used = 0
+        self._places: list[tuple[dict[Any, Any], Any, Tensor, int]] = []
+        self._file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115
+        try:
+            os.posix_fallocate(self._file.fileno(), 0, nbytes)
+        except BaseException:
+            self._file.close()
+            raise
+
+    @staticmethod
+    def space_for(nbytes: int) -> int:
+        """Return the space that a tensor of this size takes in the file, in bytes."""
+        return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+
+    def put(self, state: dict[Any, Any], name: Any, tensor: Tensor) -> None:
+        """Copy a tensor into the file; `end` sets `state[name]`.
+
+        `state[name]` is set to the tensor itself if its memory has gaps, or if it cannot be written.
+        """
+        state[name] = tensor
+        if not _is_dense(tensor):
+            return
+        try:
+            self._write(tensor)
+        except OSError:
+            return
+        like = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+        self._places.append((state, name, like, self._used))
+        self._used += self.space_for(tensor.nbytes)
+        state[name] = None  # its place in the order; the tensor may be freed
+
+    def _write(self, tensor: Tensor) -> None:
+        with torch.no_grad(), torch.device("cpu"):
+            begin = tensor.storage_offset() * tensor.itemsize
+            elements = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage(), begin, (tensor.nbytes,), (1,))
+        data, done = memoryview(elements.numpy().data), 0
+        while done < len(data):
+            done += os.pwrite(self._file.fileno(), data[done:], self._used + done)
+
+    def end(self) -> None:
+        """Put the copies in their places. A write to one of them stays in memory and changes neither file nor state."""
+        with self._file, torch.no_grad(), torch.device("cpu"):
+            mapped = mmap.mmap(self._file.fileno(), self._nbytes, flags=mmap.MAP_PRIVATE)
+            storage = torch.frombuffer(mapped, dtype=torch.uint8).untyped_storage()
+            for state, name, like, begin in self._places:
+                empty = torch.empty(0, dtype=like.dtype)
+                state[name] = empty.set_(storage, begin // like.itemsize, like.shape, like.stride())
+
+    def close(self) -> None:
+        """Close the file. The copies that `end` has put in their places stay."""
+        self._file.close()
 
 
-def _write(file: int, source: UntypedStorage) -> None:
-    with torch.no_grad():
-        data = memoryview(torch.empty(0, dtype=torch.uint8).set_(source).numpy().data)
-    done = 0
-    while done < len(data):
-        done += os.pwrite(file, data[done:], done)
+def _is_dense(tensor: Tensor) -> bool:
+    """Return whether the elements fill one piece of memory, each once, in some order of the dimensions, as they are."""
+    if tensor.is_conj() or tensor.is_neg():
+        return False
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True

@@ -9,13 +9,14 @@ import copy
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, ItemsView, Iterator, ValuesView
+from contextlib import closing, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from offload import _core
-from offload.optimizer_state.snapshot import in_file
+from offload.optimizer_state.snapshot import Snapshot
 from offload.optimizer_state.state_tensor import StateTensor, is_movable
 from offload.runtime.engine import Engine
 from offload.torch_compat.optimizers import holds_alone, is_called_by_state_dict
@@ -234,10 +235,19 @@ class StreamedState(defaultdict[Any, State]):
         ----------
         is_snapshot
             Whether the copies of moved tensors should take no memory of the device: on an accelerator they are in host
-            memory, on the CPU in files.
+            memory, on the CPU in a file, as are those of other tensors that could move.
         """
+        snapshot = self._snapshot() if is_snapshot and not self.engine.is_accelerator else None
+        with closing(snapshot) if snapshot is not None else nullcontext():
+            result = self._copied(snapshot, to_host=is_snapshot and self.engine.is_accelerator)
+            if snapshot is not None:
+                snapshot.end()
+        return result
+
+    def _copied(self, snapshot: Snapshot | None, *, to_host: bool) -> defaultdict[Any, State]:
         result: defaultdict[Any, State] = defaultdict(dict)
         copies: dict[int, Tensor] = {}  # a tensor in several places becomes one copy in these places
+        once = self._movable_once() if snapshot is not None else ()
         for key, state in dict.items(self):
             if not isinstance(state, dict):
                 result[key] = state
@@ -248,14 +258,37 @@ class StreamedState(defaultdict[Any, State]):
                 each = known.get(id(value))
                 if each is not None:
                     value = self._read(key, each, each.copy)
-                    value = self._outside(value) if is_snapshot else value
-                elif isinstance(value, Tensor):
+                    value = value.cpu() if to_host else value
+                if snapshot is not None and (each is not None or id(value) in once):
+                    snapshot.put(result[key], name, value)
+                    continue
+                if each is None and isinstance(value, Tensor):
                     value = copies[id(value)] = copies[id(value)] if id(value) in copies else _clone(value)
                 result[key][name] = value
         return result
 
-    def _outside(self, copied: Tensor) -> Tensor:
-        return copied.cpu() if self.engine.is_accelerator else in_file(copied, self.engine.spill_dir)
+    def _movable_once(self) -> dict[int, int]:
+        """Return the bytes of the tensors that could move but have not left, by identity, if they are in one place."""
+        states = [state for state in dict.values(self) if isinstance(state, dict)]
+        places = Counter(id(value) for state in states for value in state.values())
+        values = {id(value): value for state in states for value in state.values() if places[id(value)] == 1}
+        moved = {id(each.tensor) for tensors in self.tensors.values() for each in tensors}
+        return {
+            identity: value.nbytes
+            for identity, value in values.items()
+            if identity not in moved and is_movable(value, self.engine.device, self._min_nbytes)
+        }
+
+    def _snapshot(self) -> Snapshot | None:
+        """Return a file for copies of all tensors that could move; None if there can be none."""
+        moved = [each.nbytes for tensors in self.tensors.values() for each in tensors]
+        nbytes = sum(map(Snapshot.space_for, [*moved, *self._movable_once().values()]))
+        if not nbytes or not self.engine.spill_dir:
+            return None
+        try:
+            return Snapshot(self.engine.spill_dir, nbytes)
+        except OSError:  # the copies are in memory
+            return None
 
     def _ask(self, key: Any) -> None:
         """Bring one parameter's state into memory because the program reads it."""

@@ -7,7 +7,7 @@ from typing import Literal
 
 from torch import nn
 
-from offload.runtime.engine import storage_bytes
+from offload.runtime.engine import has_storage, storage_bytes
 from offload.torch_compat.modules import state_tensors
 from offload.units import format_bytes
 
@@ -21,6 +21,7 @@ def which_move(
     parameters: Literal["auto", "all", "frozen", False],
     limit_bytes: int | None,
     *,
+    min_nbytes: int,
     keeps_gradients: bool,
 ) -> Literal["all", "frozen", False]:
     """Return which parameters move; for "auto", those that must.
@@ -33,24 +34,27 @@ def which_move(
         The caller's argument.
     limit_bytes
         The memory limit in bytes; None if there is none.
+    min_nbytes
+        Smaller parameters stay.
     keeps_gradients
         Whether all gradients are in memory at the end of backward.
 
     Returns
     -------
     str or False
-        For "auto": "frozen" if parameters, buffers and gradients alone exceed the limit, so that no plan could keep it
-        otherwise, and parameters are frozen. Else False.
+        For "auto": "frozen" if the model has frozen parameters that can move, and its parameters and buffers and the
+        gradients of its trained parameters alone exceed the limit. Else False. Shards of FSDP do not count.
     """
     if parameters != "auto":
         return parameters
     if limit_bytes is None:
         return False
     own, buffers = state_tensors(model)
-    if all(each.requires_grad for each in own):
+    plain = [each for each in own if has_storage(each)]
+    if not any(each.nbytes >= min_nbytes and not each.requires_grad for each in plain):
         return False
     held_bytes = sum(storage_bytes([*own, *buffers]).values())
-    held_bytes += sum(each.nbytes for each in own if each.requires_grad and keeps_gradients)
+    held_bytes += sum(each.nbytes for each in plain if each.requires_grad and keeps_gradients)
     if held_bytes <= limit_bytes:
         return False
     log.info(

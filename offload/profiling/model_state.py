@@ -234,6 +234,13 @@ class HeldMemory:
         """Those that have stepped parameters of the model, as long as they are alive."""
         return list(self._optimizers)
 
+    def frozen_bytes(self, min_nbytes: int) -> int:
+        """Return the bytes of frozen parameters in memory, without smaller ones."""
+        model = self._state.model
+        parameters = model.parameters() if model is not None else ()
+        frozen = [each for each in parameters if type(each) is nn.Parameter and not each.requires_grad]
+        return sum(each.nbytes for each in frozen if each.nbytes >= min_nbytes)
+
     def optimizer_bytes(self) -> int:
         """Return the bytes of optimizer state in memory, of the optimizers that have stepped."""
         found = storage_bytes(tensors_in([list(dict.values(each.state)) for each in self._optimizers]))

@@ -319,9 +319,9 @@ def _why_not(part: nn.Module, before: _Snapshot, versions: list[Any], *, is_held
     if is_sharded(part):
         return "its parameters are sharded"
     if _calls_hooks(part):
-        return "a hook is registered on a module of it, and would be called twice"
+        return "one of its modules has a hook, which would be called twice"
     if not is_held or not before.is_same():
-        return "it changes a buffer or an attribute of a module, a container, or the state of a random generator"
+        return "it changes a buffer, an attribute of a module, a container or the state of a random generator"
     now, then = versions
     return "" if list(now) == then else "it writes to its inputs"
 

@@ -280,7 +280,7 @@ class SavedTensors(RuleBasedStateMachine):
                     self.held.clear()
                 status = 1 if touches else 0
             except RuntimeError as error:
-                status = 0 if touches and "did not survive fork" in str(error) else 2
+                status = 0 if touches and "does not copy the engine's threads" in str(error) else 2
             os._exit(status)
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
         COUNTS["forks"] += 1

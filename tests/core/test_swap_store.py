@@ -217,7 +217,7 @@ def test_swap_in_needs_a_prefetch(tmp_path):
     store = make_store("direct", tmp_path)
     source = Source(store, np.random.default_rng(0), 1 << 20)
     source.wait_copied_out()
-    with pytest.raises(RuntimeError, match="swap_in before prefetch"):
+    with pytest.raises(RuntimeError, match="swap_in was called before prefetch"):
         source.ticket.swap_in(0)
 
 
@@ -241,7 +241,7 @@ def test_a_ticket_asked_for_too_early_can_still_be_taken_back(tmp_path):
         source = Source(store, generator, 9_000)
         if source.ticket.state != "queued":
             continue
-        with pytest.raises(RuntimeError, match="swap_in before prefetch: the ticket is queued"):
+        with pytest.raises(RuntimeError, match="swap_in was called before prefetch: the ticket is queued"):
             source.ticket.swap_in(0)
         cancelled += source.ticket.cancel()
         others = [Source(store, generator, 60_000) for _ in range(6)]

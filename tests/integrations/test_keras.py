@@ -310,6 +310,13 @@ def test_checkpoints_are_those_of_a_plain_model_and_training_resumes(tmp_path):
     assert_same(*resumed)
 
 
+@pytest.mark.parametrize("asked", [True, "auto", False])
+def test_gradients_cannot_leave(asked):
+    with pytest.raises(ValueError, match=r"gradients=True cannot be used with Keras, .* leave it out"):
+        OffloadCallback(optimizer_state=asked, gradients=True)
+    OffloadCallback(gradients=False)
+
+
 def test_wrong_option_and_wrong_backend(monkeypatch):
     with pytest.raises(TypeError, match=r"takes the knobs of offload.enable \(.*n_tensors.*\), not 'tensors'"):
         OffloadCallback(tensors=3)

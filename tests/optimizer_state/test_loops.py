@@ -53,7 +53,7 @@ def test_an_optimizer_belongs_to_one_session(tmp_path):
     loop.train()
     loop.model.append(nn.Linear(10, 10))
     other = nn.Sequential(*loop.model)
-    with pytest.raises(ValueError, match="belongs to another enabled model"):
+    with pytest.raises(ValueError, match="is already used by an enabled model"):
         offload.enable(other, optimizer=loop.optimizer, optimizer_state=True)
     loop.handle.disable()
 

@@ -2,6 +2,7 @@
 
 import errno
 import os
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -27,17 +28,47 @@ def layouts():
     }
 
 
-@pytest.mark.parametrize("name", layouts())
-def test_bytes_and_strides(name, tmp_path):
-    tensor = layouts()[name]
-    copied = snapshot.in_file(tensor, str(tmp_path))
-    assert is_in_a_file(copied)
-    assert torch.equal(copied, tensor)
-    assert (copied.stride(), copied.dtype) == (tensor.stride(), tensor.dtype)
+def copies(tensors, folder):
+    """Copies of named tensors in a snapshot."""
+    made, found = (
+        snapshot.Snapshot(str(folder), sum(snapshot.Snapshot.space_for(t.nbytes) for t in tensors.values())),
+        {},
+    )
+    with closing(made):
+        for name, tensor in tensors.items():
+            made.put(found, name, tensor)
+        made.end()
+    assert list(found) == list(tensors)
+    return found
+
+
+def test_bytes_and_strides(tmp_path):
+    tensors = layouts()
+    before = {name: tensor.clone() for name, tensor in tensors.items()}
+    with torch.device("meta"):  # a default device of the program
+        found = copies(tensors, tmp_path)
     assert list(tmp_path.iterdir()) == []
-    before = tensor.clone()
-    copied.zero_()
-    assert torch.equal(tensor, before)
+    for name, copied in found.items():
+        assert is_in_a_file(copied), name
+        assert torch.equal(copied, before[name])
+        assert (copied.stride(), copied.dtype) == (tensors[name].stride(), tensors[name].dtype)
+        copied.zero_()
+        assert torch.equal(tensors[name], before[name])
+    for name, tensor in tensors.items():
+        assert torch.equal(tensor, before[name])
+
+
+def test_tensors_with_gaps_and_lazy_ones_stay_in_memory(tmp_path):
+    tensors = {
+        "every second": torch.randn(40)[::2],
+        "expanded": torch.randn(1, 5).expand(3, 5),
+        "conjugate": torch.randn(20, dtype=torch.complex64).conj(),
+        "overlapping with gaps": torch.randn(4).as_strided((2, 2), (0, 3)),
+        "in a file": torch.randn(40),
+    }
+    found = copies(tensors, tmp_path)
+    assert [name for name, copied in found.items() if is_in_a_file(copied)] == ["in a file"]
+    assert all(torch.equal(copied, tensors[name]) for name, copied in found.items())
 
 
 def is_in_a_file(tensor):
@@ -49,27 +80,65 @@ def is_in_a_file(tensor):
     return False
 
 
-def full(*_):
+def descriptors():
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def full(*_, **__):
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-@pytest.mark.parametrize("call", ["posix_fallocate", "pwrite", "open"])
-def test_without_room_it_stays_in_memory(call, tmp_path, monkeypatch):
-    tensor, files = torch.randn(1000), len(list(Path("/proc/self/fd").iterdir()))
-    monkeypatch.setattr(f"offload.optimizer_state.snapshot.os.{call}", full)
-    assert snapshot.in_file(tensor, str(tmp_path)) is tensor
-    monkeypatch.undo()
-    assert len(list(Path("/proc/self/fd").iterdir())) == files
-
-
-def test_without_files_of_no_name_or_on_a_tmpfs_it_stays_in_memory(tmp_path, monkeypatch):
-    tensor = torch.randn(1000)
-    assert snapshot.in_file(tensor, "") is tensor
+@pytest.mark.parametrize("call", ["os.posix_fallocate", "os.pwrite", "tempfile.TemporaryFile"])
+def test_without_room_copies_are_in_memory(call, tmp_path, monkeypatch):
+    loop = loops.Loop(True, tmp_path)
+    loop.step(0)
+    expected, before = states(loop.optimizer), descriptors()
+    assert any(map(is_in_a_file, expected))
     with monkeypatch.context() as patch:
-        patch.setattr(snapshot, "is_in_memory", lambda _: True)
-        assert snapshot.in_file(tensor, str(tmp_path)) is tensor
-    monkeypatch.delattr(os, "O_TMPFILE")
-    assert snapshot.in_file(tensor, str(tmp_path)) is tensor
+        patch.setattr(f"offload.optimizer_state.snapshot.{call}", full)
+        found = states(loop.optimizer)
+    assert descriptors() == before
+    assert not any(map(is_in_a_file, found))
+    assert_equal(found, expected)
+
+
+@pytest.mark.parametrize("name", ["is_in_memory", "free_disk_bytes"])
+def test_on_a_tmpfs_or_a_nearly_full_disk_copies_are_in_memory(name, tmp_path, monkeypatch):
+    loop = loops.Loop(True, tmp_path)
+    loop.step(0)
+    expected = states(loop.optimizer)
+    answer = {"is_in_memory": True, "free_disk_bytes": 64 * MIB}[name]
+    monkeypatch.setattr(snapshot, name, lambda _: answer)
+    found = states(loop.optimizer)
+    assert not any(map(is_in_a_file, found))
+    assert_equal(found, expected)
+
+
+def test_one_file_descriptor_for_any_number_of_tensors_until_they_are_gone(tmp_path):
+    model = nn.Sequential(*(nn.Linear(20, 20, bias=False) for _ in range(50)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    knobs = {"min_tensor_bytes": 1024, "spill_dir": tmp_path, "n_tensors": 0}
+    with offload.enable(model, optimizer=optimizer, optimizer_state=True, **knobs):
+        model(torch.ones(1, 20)).sum().backward()
+        optimizer.step()
+        before = descriptors()
+        saved = optimizer.state_dict()
+        assert sum(is_in_a_file(state["exp_avg"]) for state in saved["state"].values()) == 50
+        assert descriptors() <= before + 1
+        del saved
+        assert descriptors() == before
+
+
+def test_state_that_the_plan_keeps_is_in_the_file_too(tmp_path):
+    loop = loops.Loop(True, tmp_path)
+    loop.step(0)
+    kept = next(iter(loop.optimizer.param_groups[0]["params"]))
+    loop.handle._states.follow([p for p in loop.model.parameters() if p is not kept])
+    loop.step(1)
+    assert not dict.get(loop.optimizer.state, kept)["exp_avg"].isnan().any()
+    saved = loop.optimizer.state_dict()["state"][0]
+    assert is_in_a_file(saved["exp_avg"])
+    assert torch.equal(saved["exp_avg"], dict.get(loop.optimizer.state, kept)["exp_avg"])
 
 
 def states(optimizer):

@@ -46,13 +46,15 @@ def test_a_frozen_base_larger_than_the_limit(limit, moves, tmp_path, caplog):
     assert all(map(torch.equal, found, expected))
 
 
-def test_false_keeps_them_and_the_limit_is_refused(tmp_path):
+def test_false_keeps_them_and_the_limit_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr("offload.control.refusal._WORTH_BYTES", 1)
     model = make_model()
     with (
-        offload.enable(model, memory_limit="1MiB", parameters=False, spill_dir=tmp_path),
-        pytest.raises(offload.InfeasibleLimitError),
+        offload.enable(model, memory_limit="1MiB", min_tensor_bytes="64KiB", parameters=False, spill_dir=tmp_path),
+        pytest.raises(offload.InfeasibleLimitError, match=r'parameters="frozen" lets frozen') as refused,
     ):
         train(model)
+    assert next(knob.bytes for knob in refused.value.knobs if "frozen" in knob.text) == 2 * MIB
 
 
 def counted_bytes(model, **how):
@@ -60,7 +62,7 @@ def counted_bytes(model, **how):
     low, high = 0, 64 * MIB
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if which_move(model, "auto", middle, **how) else (low, middle)
+        low, high = (middle, high) if which_move(model, "auto", middle, min_nbytes=1, **how) else (low, middle)
     return low + 1
 
 
@@ -79,9 +81,18 @@ def test_what_counts(device):
 
 
 def test_nothing_is_frozen():
-    assert which_move(frozen_rig.make_model().requires_grad_(True), "auto", 1, keeps_gradients=True) is False
+    assert (
+        which_move(frozen_rig.make_model().requires_grad_(True), "auto", 1, min_nbytes=1, keeps_gradients=True) is False
+    )
 
 
 @pytest.mark.parametrize("parameters", ["all", "frozen", False])
 def test_a_choice_of_the_caller_counts(parameters):
-    assert which_move(make_model(), parameters, 1, keeps_gradients=True) == parameters
+    assert which_move(make_model(), parameters, 1, min_nbytes=1, keeps_gradients=True) == parameters
+
+
+def test_frozen_parameters_that_are_too_small_to_move():
+    model = make_model()
+    nbytes = model[0].weight.nbytes
+    assert which_move(model, "auto", 1, min_nbytes=nbytes, keeps_gradients=True) == "frozen"
+    assert which_move(model, "auto", 1, min_nbytes=nbytes + 1, keeps_gradients=True) is False

@@ -233,7 +233,7 @@ def test_an_optimizer_that_is_added_later(tmp_path):
     assert_equal(moved.train(4), plain.train(4))
     assert handle.report().step_in_backward[0].in_backward > 0
     assert handle.report().optimizer_state[0].in_bytes > 0
-    with pytest.raises(ValueError, match="belongs to another enabled model"):
+    with pytest.raises(ValueError, match="is already used by an enabled model"):
         handle.add_optimizer(moved.optimizer)
     with pytest.raises(ValueError, match="is in two optimizers"):
         handle.add_optimizer(adamw(moved.model.parameters()), step_in_backward=True)

@@ -3,8 +3,9 @@
 import pytest
 
 REFUSED = (
-    "DriverError: offload failed with code 0: the engine's threads did not survive fork(): in this process call "
-    "offload.disable(model), and then offload.enable(model) to swap here too; or start it with multiprocessing"
+    "DriverError: offload failed with code 0: fork() does not copy the engine's threads: in this process call "
+    "offload.disable(model), and then offload.enable(model) to swap here too; or start the process with "
+    "multiprocessing"
 )
 CHILD = """
 import os, torch, offload
