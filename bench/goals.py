@@ -124,6 +124,7 @@ def swapped(bench: Bench) -> Finding:
         for how, costs in figures.items()
     ]
     most = max(over["by hand"], in_steady_steps(over["by hand"], over["timed"]))
+    words.append(f"{most:.1f} µs where one step in {LIMITS.steady_measured_every} is timed")
     return Finding("; ".join(words), most <= SWAPPED_US_MAX, {"over_copies_us": over, "by": figures})
 
 
