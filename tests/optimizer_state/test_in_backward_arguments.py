@@ -63,7 +63,7 @@ def test_arguments_that_are_refused(tmp_path):
         offload.enable(model, optimizer=mixed, step_in_backward=True)
     handle = offload.enable(model, optimizer=optimizer, step_in_backward=True)
     for asked in ({"step_in_backward": True}, {"optimizer_state": True}):
-        with pytest.raises(ValueError, match="another enabled model; give it to one"):
+        with pytest.raises(ValueError, match="used by an enabled model; give it to one"):
             offload.enable(nn.Sequential(*make_model(), model[0]), optimizer=optimizer, **asked)
     handle.disable()
 
