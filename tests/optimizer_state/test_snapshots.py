@@ -17,6 +17,12 @@ from offload.optimizer_state import snapshot
 MIB = 1 << 20
 
 
+@pytest.fixture(autouse=True)
+def a_disk(monkeypatch):
+    """Also where the folder for temporary files is a tmpfs."""
+    monkeypatch.setattr(snapshot, "is_in_memory", lambda _: False)
+
+
 def layouts():
     torch.manual_seed(0)
     return {
