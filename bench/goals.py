@@ -26,12 +26,11 @@ from collected import Finding, Kept
 from contest import alternate, medians
 from copy_rig import MIB, HostCopyRig, SpillRig
 from demo_run import run_demo
-from hook_rig import HookRig, microseconds_under_preload
+from hook_rig import HookRig, mean_of_steady_steps, microseconds_under_preload
 from hooked_step import measure_steps
 from joint_rows import PROOF_SECONDS_MAX
 from result_file import read_json, write_json
 
-from offload.control.limits import LIMITS
 from offload.options import default_spill_dir
 from offload.units import format_bytes
 
@@ -99,11 +98,6 @@ def hook_costs(bench: Bench, kind: str, count: int, **how: bool) -> dict[str, fl
     return microseconds_under_preload(kind, count=count, rounds=bench.rounds, spill_dir=bench.spill_dir, **how)
 
 
-def in_steady_steps(untimed: float, timed: float) -> float:
-    """Return the mean of a figure over steady steps, of which one in 16 is timed."""
-    return untimed + (timed - untimed) / LIMITS.steady_measured_every
-
-
 def kept(bench: Bench) -> Finding:
     """The cost of a kept tensor more than empty hooks: small, a parameter, large (manual, and with a timed plan)."""
     figures = {kind: hook_costs(bench, f"kept {kind}", 200) for kind in ("small", "parameter")}
@@ -118,13 +112,9 @@ def swapped(bench: Bench) -> Finding:
     """Swap a tensor of 1 MiB out and in, without its copies: beside steps without hooks that copy the same bytes."""
     figures = {how: hook_costs(bench, "swapped", 64, measured=how == "timed") for how in ("by hand", "timed")}
     over = {how: costs["offload_us"] - costs["copies_us"] for how, costs in figures.items()}
-    words = [
-        f"{how} {over[how]:.1f} µs (with the copies' effect on the calling thread {costs['offload_us']:.1f} µs, of "
-        f"which it computed {costs['offload_processor_us']:.1f} µs)"
-        for how, costs in figures.items()
-    ]
-    most = max(over["by hand"], in_steady_steps(over["by hand"], over["timed"]))
-    words.append(f"{most:.1f} µs where one step in {LIMITS.steady_measured_every} is timed")
+    words = [f"{how} {over[how]:.1f} µs ({figures[how]['offload_us']:.1f} with the copies' effect)" for how in figures]
+    most = max(over["by hand"], mean_of_steady_steps(over["by hand"], over["timed"]))
+    words.append(f"{most:.1f} µs in the mean of steady steps")
     return Finding("; ".join(words), most <= SWAPPED_US_MAX, {"over_copies_us": over, "by": figures})
 
 

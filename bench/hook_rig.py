@@ -304,6 +304,11 @@ def microseconds_under_preload(kind: str, *, rounds: int, **how: Any) -> dict[st
     return found
 
 
+def mean_of_steady_steps(untimed: float, timed: float) -> float:
+    """Return the mean of a figure over the steps after the search for a plan, of which one in 16 is timed."""
+    return untimed + (timed - untimed) / LIMITS.steady_measured_every
+
+
 def kind_names() -> str:
     """The kinds, for a message."""
     return "must be one of " + ", ".join(KINDS)

@@ -115,8 +115,8 @@ def enable(
         `step_in_backward`, a parameter is updated in backward, while it is in memory. With ``optimizer_state=True``,
         `optimizer.step()` swaps in a few parameters at a time, with their state. With neither, each parameter is read
         when the optimizer uses it. ``"auto"``, the default: as ``"frozen"`` if the parameters, the buffers and the
-        gradients of the trained parameters alone exceed `memory_limit`; else as ``False``.
-        ``False``: all parameters stay in memory.
+        gradients of the trained parameters alone exceed `memory_limit`; else as ``False``. ``False``: all parameters
+        stay in memory.
 
     Returns
     -------
