@@ -21,11 +21,12 @@ import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from itertools import islice
+from itertools import groupby, islice
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from instructions_worker import COUNT, PLANS, REPEATS
+from instructions_worker import COUNT, PLANS
 from machine import processor_name
 
 HERE = Path(__file__).resolve().parent
@@ -103,9 +104,8 @@ def count(subjects: Sequence[str]) -> list[float]:
     """
     with tempfile.TemporaryDirectory() as folder:
         labels, dumps = run_worker(subjects, Path(folder))
-        totals = [total_of(dump) for dump in dumps]
-        least = [min(totals[i : i + REPEATS]) for i in range(0, len(totals), REPEATS)]
-        return differences(labels[::REPEATS], least)
+        runs = repeated(labels, dumps)
+        return differences([label for label, _ in runs], [min(map(total_of, repeats)) for _, repeats in runs])
 
 
 def run_worker(subjects: Sequence[str], folder: Path) -> tuple[list[tuple[str, str]], list[Path]]:
@@ -134,6 +134,12 @@ def run_worker(subjects: Sequence[str], folder: Path) -> tuple[list[tuple[str, s
     return labels, [Path(f"{out}.{number}-01") for number in range(1, len(labels) + 1)]
 
 
+def repeated(labels: Sequence[tuple[str, str]], dumps: Sequence[Path]) -> list[tuple[tuple[str, str], list[Path]]]:
+    """Each run with the dumps of its repeats, which follow one another."""
+    groups = groupby(zip(labels, dumps, strict=True), key=itemgetter(0))
+    return [(label, [dump for _, dump in repeats]) for label, repeats in groups]
+
+
 def functions(subject: str, *, inclusive: bool) -> dict[str, float]:
     """Instructions per saved tensor (or per plan) by function, as `count` counts them; most first.
 
@@ -147,7 +153,7 @@ def functions(subject: str, *, inclusive: bool) -> dict[str, float]:
     figures: dict[str, float] = defaultdict(float)
     with tempfile.TemporaryDirectory() as folder:
         labels, dumps = run_worker([subject], Path(folder))
-        for (_, label), dump in zip(labels[::REPEATS], dumps[::REPEATS], strict=True):
+        for (_, label), (dump, *_) in repeated(labels, dumps):
             times, _, contestant = label.partition(" ")
             sign = (1 if times == "twice" else -1) * (-1 if contestant == "none" else 1)
             for name, instructions in annotated(dump, inclusive=inclusive):

@@ -17,7 +17,9 @@ from functools import partial
 COUNT = 32  # tensors a step
 PLANS = 1
 PLANTED_TURNS = 400
-REPEATS = 8  # of each run; the least of them counts: what happens now and then, such as a table that grows, only adds
+# Repeats of each run; the least of them counts: what happens now and then, such as a table that grows, only adds.
+REPEATS = 8
+PLANNER_REPEATS = 2  # each takes seconds under callgrind, and hardly differs from the other
 
 Subject = dict[str, Callable[[], object]]
 
@@ -91,7 +93,7 @@ def count(switch: ctypes.CDLL, name: str) -> None:
             gc.collect()
             gc.disable()
             run()  # a collection empties Python's free lists
-            for _ in range(REPEATS):
+            for _ in range(PLANNER_REPEATS if name == "planner" else REPEATS):
                 switch.count_from_here()
                 run()
                 switch.count_until_here(label.encode())

@@ -92,7 +92,11 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     )
     wish.add_argument("--n-tensors", type=int, metavar="N", help="manual mode: number of tensors; -1 all, 0 none")
     wish.add_argument("--lb", type=_lead, metavar="K", help="manual mode: lead in backward nodes, or auto (default)")
-    wish.add_argument("--exact", action="store_true", help="prove the fastest plan (small traces; needs scipy)")
+    wish.add_argument(
+        "--exact",
+        action="store_true",
+        help="with --memory-limit alone: find and prove the fastest swap-only plan (small traces; needs scipy)",
+    )
     wish.add_argument(
         "--no-recompute",
         dest="recompute",

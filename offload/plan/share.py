@@ -77,7 +77,7 @@ class StateShare:
         """Return one line of text."""
         total, chunks = format_bytes(self.update.bytes), len(self.update.chunks)
         if not self.moved:
-            return f"optimizer state stays in memory: {total}, of which nothing has to move"
+            return f"optimizer state stays in memory: {total}; none of it has to move"
         return (
             f"optimizer state: {format_bytes(self.moved_bytes)} of {total}, {len(self.moved)} of {chunks} chunks, "
             f"leave memory between updates; {format_bytes(self.freed_bytes)} less in forward and backward. With the "

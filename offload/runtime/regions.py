@@ -375,7 +375,7 @@ def _forget(_: Tensor) -> None:
 
 def _forgotten(_: None) -> Tensor:
     raise RuntimeError(
-        "offload ran a compiled part of the model twice to try whether backward can recompute it, and the part left a "
+        "offload ran a compiled part of the model twice to test whether backward can recompute it. The part keeps a "
         "result of the second run outside of what it returns, such as in a global list: enable with recompute=False"
     )
 
