@@ -1,9 +1,9 @@
 // The position of a step in its schedule. It is written for the hooks of kept tensors: most hooks are of this kind, and
 // if little is swapped, they cause most of the cost of offload.
 //
-// hook_core.cpp uses it at every pack and unpack. Python (executor.py) executes the releases and prefetches that are
-// due at a node and handles swapped tensors; it uses the same cursor. This file uses no Python. Not thread safe:
-// callers hold the GIL.
+// hook_core.cpp uses it at every pack and unpack. Releases and prefetches that are due at a kept tensor's hook are
+// executed by Python (executor.py), which uses the same cursor; those due at a swapped tensor's hook by swap_hooks.cpp,
+// unless Python handles this tensor. This file uses no Python. Not thread safe: callers hold the GIL.
 #pragma once
 
 #include <cstddef>

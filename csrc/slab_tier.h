@@ -3,8 +3,9 @@
 // The copy-out queue copies a block to a slab, the spiller writes it to disk when the slabs are full, and the copy-in
 // queue copies it back. SlabStore combines the three and makes room for new blocks.
 //
-// If memory runs out, the queues stay consistent: a lane task is queued before its block, so if queuing the block
-// fails, the task finds an empty queue. The block's state changes last; this needs no memory.
+// A lane is a stream of the host driver (slab_slot.h). If memory runs out, the queues stay consistent. The lane task
+// that is to issue a block is queued before the block. If queuing the block then fails, the task issues another block
+// or finds an empty queue. The block's state changes last; this needs no memory.
 #pragma once
 
 #include <memory>

@@ -47,7 +47,7 @@ __all__ = ["Session"]
 log = logging.getLogger("offload")
 
 _NO_PLAN_YET = (
-    "handle.plan is None: the first training step per input shape is profiled; its plan is made when the second begins"
+    "handle.plan is None: the first training step of each input shape is profiled; its plan is made before the second"
 )
 _NO_PLAN = 'handle.plan is None: with n_tensors (manual mode) no plan is made; remove n_tensors, or add lb="auto"'
 
@@ -176,7 +176,7 @@ class Session:
 
     @contextmanager
     def step(self, *inputs: Any) -> Iterator[None]:
-        """Apply offload to everything that autograd saves in a `with` block: the loss as well as the model's forward.
+        """Apply offload to all that autograd saves in a `with` block: in the loss as well as in the model's forward.
 
         Parameters
         ----------
@@ -207,7 +207,7 @@ class Session:
         self, optimizer: Optimizer, *, optimizer_state: bool = True, step_in_backward: bool = False,
         gradients: bool = False,
     ) -> None:  # fmt: skip
-        """Move the state of an optimizer that was created after `enable` or `materialize`, or step it in backward.
+        """For an optimizer created after `enable` or `materialize`: move its state, or step it in backward, or both.
 
         Call it between two steps. From then on, no plan changes which state moves. `optimizer_state` is True or False.
 
@@ -218,7 +218,7 @@ class Session:
         """
         model = self._model()
         if model is None or not self._enabled.is_enabled or optimizer_state not in (True, False):
-            raise ValueError("add_optimizer works while offload is enabled, with optimizer_state=True or False")
+            raise ValueError("add_optimizer needs an enabled model, and optimizer_state=True or False")
         check_optimizers(model, optimizer, optimizer_state, step_in_backward, gradients)
         untraced(self._states.add, (optimizer,), optimizer_state, step_in_backward, gradients)
 

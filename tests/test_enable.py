@@ -239,5 +239,5 @@ assert handle.plan is None
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout.split() == ["True", "False"]
     not_yet, by_hand = ran.stderr.splitlines()
-    assert "its plan is made when the second begins" in not_yet
+    assert "its plan is made before the second" in not_yet
     assert "with n_tensors (manual mode) no plan is made" in by_hand

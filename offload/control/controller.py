@@ -1,4 +1,4 @@
-"""The automatic mode: profiles the first step of each signature, plans, and plans again if measured steps differ.
+"""The automatic mode: profiles each signature's first step and makes a plan; makes another if steps differ from it.
 
 A signature is the shapes and kinds of a step's inputs; `phase.py` defines its phases. At the start of each step the
 session calls `observer`. The step's hooks report to the object that it returns.
@@ -45,7 +45,7 @@ _MORE_HELD = "more memory is in use before the step than the plan assumes"
 
 
 class PlanController:
-    """Chooses what each step does: profile, try recomputation, follow a plan, or swap all and load on demand.
+    """Chooses what each step does: profile, try recomputation, follow a plan, or swap every tensor on demand.
 
     With `n_tensors` and `lb="auto"`, the longest-lived tensors are swapped; the planner chooses when to copy them.
 
@@ -159,7 +159,8 @@ class PlanController:
     def needs_hooks(self, signature: object) -> bool:
         """Return False if the plan moves nothing, enough steps have been measured, and there is no `memory_limit`.
 
-        Even then one step in `recheck_steps` needs hooks. With a limit every step does, to notice a deviation at once.
+        Even then one step in `recheck_steps` needs hooks. With a limit every step needs them: a step that differs from
+        the recorded one is then noticed at once.
         """
         with self._lock:
             state = self._states.get(signature)
@@ -292,7 +293,7 @@ class PlanController:
         if larger.plan is None or (limit_bytes is not None and larger.exceeds(limit_bytes, held())):
             try:
                 self._plan(larger, held())
-            except InfeasibleLimitError:  # the smaller step may keep the limit
+            except InfeasibleLimitError:  # for the larger inputs; a plan for this step's inputs may keep the limit
                 if self.regions.are_given_up(None):
                     return self._record_anew(state, signature, model, held())
                 return self._record(state, model, held())
@@ -354,7 +355,7 @@ class PlanController:
         before = state.planned.incomplete_profiles if state.planned is not None else 0
         incomplete = 0 if profile.knows_temporaries else before + 1
         held = profile.held
-        if self._on_profile is not None:  # `tell_profile` reads `held`; `_plan` would add the present bytes only later
+        if self._on_profile is not None:  # the listener gets `held` now; `_plan` updates it only later
             held = most(held, self._held_before(signature))
         planned = PlannedStep(self._limits, profile, link, held, signature, incomplete)
         self._latest = state.planned = planned

@@ -74,7 +74,7 @@ class PlannedStep:
     late_tensors
         Number of tensors that the last measured step waited for, or needed before their prefetch had begun.
     weights
-        Bytes of activations at each node: without swapping, those that the plan keeps, and those that it predicts.
+        Bytes of activations at each node: if every tensor is kept; of those that the plan keeps; as the plan predicts.
     activation_bytes
         Peak bytes of activations in each of the last measured steps.
     refusal
@@ -84,7 +84,8 @@ class PlannedStep:
     recipes
         How tensors can be recomputed, as found by the trial step; None before its end.
     optimizers
-        If plans choose which optimizer state is moved: number of optimizers that had made an update before the plan.
+        Number of optimizers that had made an update when the plan was made, or when `StatePlanner.is_outdated` was last
+        called. Used if plans choose which optimizer state is moved.
     trial_bytes
         Memory limit of the trial step that a listener has requested, in bytes; None if none is requested or it has
         ended.
@@ -146,7 +147,8 @@ class PlannedStep:
         trace = self.profile.trace
         profile, held = self.profile, self.held
         held = held if away_bytes is None else replace(held, away=away_bytes)
-        # If gradients exist before the step, it does not allocate them, unlike the profiled step.
+        # A step does not allocate gradients that exist before it. So if more of them exist now than before the profiled
+        # step, subtract those that the profiled step allocated.
         own = profile.gradient_bytes if held.gradients > profile.held.gradients else [0] * len(trace.nodes)
         more = [max(held.total - profile.held.total - made, held.kept - profile.held.kept) for made in own]
         nodes = trace.nodes
@@ -203,7 +205,7 @@ class PlannedStep:
         """Return whether the plan would exceed the limit with the bytes that are held now."""
         if self.plan is None:
             return False
-        known = self.held  # compared as in `most`, but without creating an object, because most steps run this
+        known = self.held  # same comparison as in `most`; creates no object, as this runs in most steps
         more = max(0, held.state - known.state) + max(0, held.gradients - known.gradients) + known.away - held.away
         if self.recipes is not None:
             more += self.recipes.held_bytes(row.id for row in self.plan.recomputes)
@@ -252,7 +254,7 @@ class PlannedStep:
             in_hooks = max(0.0, measured.hook_seconds - recompute_seconds)
             self.swap_seconds.append(in_hooks / moved)
         tried = self.recipes.seconds_of(plan) if self.recipes is not None else 0.0
-        if tried and measured.hook_seconds:  # on the CPU
+        if tried and measured.hook_seconds:  # zero on an accelerator
             self.recompute_seconds.append(recompute_seconds)
             factor = median(self.recompute_seconds) / tried
             self.recompute_factors.update(dict.fromkeys((row.id for row in plan.recomputes), factor))
@@ -296,9 +298,11 @@ class PlannedStep:
         compute = median(sum(row) for row in self.node_seconds)
         reasons = []
         if abs(measured - plan.expected_seconds) > self.limits.tolerance * plan.expected_seconds:
-            reasons.append(f"a step took {format_seconds(measured)}, not {format_seconds(plan.expected_seconds)}")
+            reasons.append(f"a step took {format_seconds(measured)}, predicted {format_seconds(plan.expected_seconds)}")
         if abs(compute - plan.compute_seconds) > self.limits.tolerance * plan.compute_seconds:
-            reasons.append(f"computation took {format_seconds(compute)}, not {format_seconds(plan.compute_seconds)}")
+            reasons.append(
+                f"computation took {format_seconds(compute)}, predicted {format_seconds(plan.compute_seconds)}"
+            )
         for name, found, known in (
             ("copy-out", link.out_bandwidth, self.link.out_bandwidth),
             ("copy-in", link.in_bandwidth, self.link.in_bandwidth),
@@ -311,7 +315,7 @@ class PlannedStep:
 
 
 def most(a: HeldBytes, b: HeldBytes) -> HeldBytes:
-    """Return the larger value of each figure, but `away` (optimizer state that is not on the device) of `b`."""
+    """Return the larger `state` and the larger `gradients`, and `b.away`: optimizer state that is not on the device."""
     return HeldBytes(max(a.state, b.state), max(a.gradients, b.gradients), b.away)
 
 

@@ -28,9 +28,10 @@ log = logging.getLogger("offload")
 
 
 class SlowdownPromise:
-    """Keeps `max_slowdown` (the promise) for a session: compares plans with reference steps, and makes new plans.
+    """Makes a session's plans, and keeps `max_slowdown` (the promise).
 
-    `frontier.py` explains reference steps.
+    To do so, it compares the steps of each plan with reference steps: steps in which no copy slows the computation
+    (`frontier.py`).
 
     Parameters
     ----------
@@ -97,7 +98,11 @@ class SlowdownPromise:
             self._reference = None
 
     def needs_plan(self, planned: PlannedStep) -> bool:
-        """Return whether measured steps differ so much from the plan that a new one is due. Counts and logs it."""
+        """Return whether measured steps differ so much from the plan that a new plan is due.
+
+        If so, logs the reason, and counts the new plan in `planned.replans`. If an ended search starts again, this
+        count is set to 0 instead.
+        """
         self._copies.read()
         if not planned.is_measured:
             return False
@@ -210,11 +215,12 @@ class SlowdownPromise:
             plan = make(options=wanted_options, held_bytes=held_bytes, effort=effort)
             if frontier.is_new(plan):
                 return plan
-            frontier.is_settled = True  # there is no plan between those that were tried
+            frontier.is_settled = True  # this plan was tried already, or it moves nothing
             return self._last(planned, allowed)
         plan = make(options=replace(options, max_slowdown=allowed), held_bytes=held_bytes, effort=effort)
         if not (plan.swaps or plan.recomputes) and trace.tensors and planned.replans < self._limits.replans:
-            # No plan within `max_slowdown` moves tensors. The predicted cost may be too high: measured steps show it.
+            # No plan within `max_slowdown` moves tensors. But the predicted slowdown may be too high. So a plan with a
+            # larger predicted slowdown is tried: its measured steps show the actual one.
             wanted = self._limits.exploring * allowed
             return make(options=replace(options, max_slowdown=wanted), held_bytes=held_bytes, effort=effort / 2)
         return plan
@@ -241,8 +247,9 @@ class SlowdownPromise:
     def _best(self, planned: PlannedStep, allowed: float) -> Plan:
         """Return the plan of least memory that kept the promise, if it lowers the peak by at least `worth_hooks`.
 
-        Otherwise return the plan that swaps nothing. If this plan exceeds the memory limit, return the plan of least
-        memory that kept the promise, however little it saves; if none kept it, the fastest of the tried plans.
+        Otherwise return the plan that moves nothing, if it stays within the memory limit. If it does not, return the
+        plan of least memory that kept the promise, however little it saves. If no plan kept the promise, return the
+        fastest of the tried plans.
         """
         frontier, limit_bytes = planned.frontier, self._options.memory_limit
         best = frontier.best(allowed)

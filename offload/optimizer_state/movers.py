@@ -25,7 +25,9 @@ from offload.torch_compat.compiled import untraced
 
 __all__ = ["MovableChunk", "NameOf", "StateMovers"]
 
-_CHUNKS_MAX = 512  # of an optimizer, for the planner
+# The planner gets the state of an optimizer in chunks of up to 1/512 of it, or up to CHUNK_BYTES if that is more. A
+# parameter with more state is a chunk of its own.
+_CHUNKS_MAX = 512
 _STATE_MOST = 3  # no optimizer of torch has more state than this many times the bytes of its parameters
 
 
@@ -126,15 +128,15 @@ class StateMovers:
     ) -> None:
         """Move the state of further optimizers and their gradients, or step them in backward.
 
-        From then on no plan chooses which state moves: of optimizers that are not given, what moves now goes on moving,
-        and the rest stays in memory.
+        From then on no plan chooses which state moves. Of optimizers that are not in `optimizers`, the state that moves
+        now continues to move, and the rest stays in memory.
 
         Raises
         ------
         ValueError
             An optimizer has been given before, here or to another model, or it cannot step in backward.
         """
-        # Those for which nobody has chosen that all of their state moves.
+        # Movers whose state a plan chooses, or that do not move all state. Their optimizers may be passed here again.
         planned = [mover for mover in self._alive() if self.is_planned or mover.share.moved is not None]
         known = [mover for mover in planned if any(mover.optimizer is each for each in optimizers)]
         new = [each for each in optimizers if all(mover.optimizer is not each for mover in known)]
@@ -142,7 +144,7 @@ class StateMovers:
         self.is_planned = False
         for mover in known:
             if not (in_backward or moves_gradients):
-                mover.follow(None if moves_state else frozenset())  # the latter: it comes back with its next step
+                mover.follow(None if moves_state else frozenset())  # if not, it comes back at the next step
                 continue
             optimizer = mover.optimizer
             mover.close()
@@ -211,7 +213,7 @@ class StateMovers:
         try:
             self._add(optimizer, self._make_engine(), frozenset() if stays else None)
         except (OSError, RuntimeError, MemoryError) as error:
-            counts = StateCounts(type(optimizer).__name__, f"nothing can be written: {error}")
+            counts = StateCounts(type(optimizer).__name__, f"its state cannot be swapped out: {error}")
             self.counts.append(counts)
 
     def look(self) -> None:
@@ -363,7 +365,7 @@ def _mover_of(optimizer: Optimizer) -> StateMover | None:
 
 
 def _is_used(optimizer: Optimizer) -> bool:
-    """Return whether another enabled model moves its state or steps it in backward."""
+    """Return whether an enabled model moves the optimizer's state or steps it in backward."""
     moved = isinstance(optimizer.state, StreamedState) and optimizer.state.is_moved
     hooks = optimizer._optimizer_step_pre_hooks.values()
     return moved or any(isinstance(getattr(each, "__self__", None), StepInBackward) for each in hooks)

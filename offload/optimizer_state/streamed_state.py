@@ -28,7 +28,8 @@ State = dict[Any, Any]
 # Backward does not read state, so state goes to disk before any saved tensor does.
 SPILL_FIRST = 1 << 40
 
-ASKED_BYTES = 64 << 20  # if the program has read more state than this, what it no longer holds leaves
+# If the program has read or set more state than this, the oldest of it leaves, unless the program still holds it.
+ASKED_BYTES = 64 << 20
 
 
 class OptimizerStateError(_core.SpillError):
@@ -126,7 +127,7 @@ class StreamedState(defaultdict[Any, State]):
             if each is None or not each.is_away:
                 if not is_movable(state[name], self.engine.device, self._min_nbytes):
                     continue
-                # Another key, an attribute or a variable holds the tensor; it would read as NaN there.
+                # True if another key, an attribute or a variable holds the tensor: there it would read as NaN.
                 is_held = sys.getrefcount(state[name]) > _HELD_ONCE + (each is not None)
                 if not is_held and not holds_alone(state[name]):
                     self.engine.drain()  # an unfinished copy-out may still hold the memory
@@ -166,7 +167,7 @@ class StreamedState(defaultdict[Any, State]):
             self.refusal = str(error)
 
     def owned(self) -> Iterator[Any]:
-        """Replace each loaded tensor that can leave with a copy, because the caller may hold the loaded tensor.
+        """Replace each tensor that can leave memory by a copy: the caller of `load_state_dict` may hold the original.
 
         Yields each key after its tensors are replaced. A tensor in several places becomes one copy in these places.
         """
@@ -234,8 +235,9 @@ class StreamedState(defaultdict[Any, State]):
         Parameters
         ----------
         is_snapshot
-            Whether the copies of moved tensors should take no memory of the device: on an accelerator they are in host
-            memory, on the CPU in a file, as are those of other tensors that could move.
+            Whether the copies of moved tensors should take no memory of the device. On an accelerator, these copies are
+            in host memory. On the CPU, they are in a file, with the copies of other tensors that could move; if there
+            can be no file, all copies are in memory.
         """
         snapshot = self._snapshot() if is_snapshot and not self.engine.is_accelerator else None
         with closing(snapshot) if snapshot is not None else nullcontext():
@@ -297,9 +299,9 @@ class StreamedState(defaultdict[Any, State]):
             self._note(key, nbytes)
 
     def _note(self, key: Any, nbytes: int) -> None:
-        """Note that the program uses one more parameter's state; move out older state that it no longer holds.
+        """Record that the program uses one more parameter's state; move out older state that it no longer holds.
 
-        The oldest state leaves first, until no more than `ASKED_BYTES` are noted.
+        The oldest state leaves first, until at most `ASKED_BYTES` are recorded.
         """
         self._asked[key] = nbytes
         for each in list(self._asked)[:-1]:

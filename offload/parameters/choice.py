@@ -42,8 +42,9 @@ def which_move(
     Returns
     -------
     str or False
-        For "auto": "frozen" if the model has frozen parameters that can move, and its parameters and buffers and the
-        gradients of its trained parameters alone exceed the limit. Else False. Shards of FSDP do not count.
+        For "auto": "frozen" if the model has frozen parameters that can move and its tensors alone exceed the limit.
+        Otherwise False. These tensors are its parameters and buffers and, with `keeps_gradients`, the gradients of its
+        trained parameters. Shards of FSDP are neither added to them nor moved.
     """
     if parameters != "auto":
         return parameters

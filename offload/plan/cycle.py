@@ -59,8 +59,8 @@ class Update:
     chunks : tuple of StateChunk
         In the order of the update.
     ahead_bytes : int
-        Copy-ins for later chunks are started while those started so far have fewer bytes than this. The copy-in of the
-        next chunk is always started.
+        Before each chunk's update, copy-ins for later chunks are started in order, until those that have been started
+        for later chunks have this many bytes. The copy-in of the next chunk is always started.
     behind_bytes : int
         If more bytes than this are still being written, the update waits for the oldest copy-outs, but never for the
         latest one.
@@ -93,9 +93,9 @@ class Update:
         Returns
         -------
         dict of int to (int or None, int)
-            First, the chunk before whose update the moved chunk's copy-out is awaited, so that its memory is free. The
-            number of chunks stands for the first node after the update; None means that no node waits. Second, the
-            chunk of the next update before which the copy-in is queued.
+            First, the number of the chunk before whose update the moved chunk's copy-out is awaited, so that its memory
+            is free. If it equals ``len(chunks)``, the first node after the update waits; if it is None, no node waits.
+            Second, the number of the chunk of the next update before which the copy-in is queued.
         """
         order = sorted(moved)
         prefetch = self._prefetches(order)
@@ -250,8 +250,8 @@ def cycle_bytes(update: Update, moved: Collection[int]) -> tuple[int, int]:
     Returns
     -------
     tuple of int
-        State that is being written counts until a node has waited for it. Between updates this is up to `behind_bytes`,
-        or the last chunk that moves if it is larger.
+        In both figures, state that is being written counts until a node has waited for it. Between updates this is
+        assumed to be `behind_bytes` (all moved state, if that is less), or the last chunk that moves if it is larger.
     """
     chunks, kept = len(update.chunks), update.bytes - update.bytes_of(moved)
     if not moved:

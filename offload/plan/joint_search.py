@@ -37,7 +37,7 @@ _PATIENCE_FACTORS = (0.1, 2.0)  # least and largest factor by which the gap chan
 _CLOSE = 0.005  # if the gap is at most this, no further order is tried
 _GAIN = 1e-4  # relative gain in step time; a smaller one counts as none
 _FIRST_PREFIXES = (1.0, 0.75, 0.5, 0.25)
-_RANKINGS = 3  # after a change of the dropped set, swaps are tried from the minimal sets of this many rankings
+_RANKINGS = 3  # after some changes of the dropped set, this many of `rankings` give a `minimal_set` of swaps to try
 _NEAR = 0.1  # share of the nodes: a tensor within this distance of a stall counts as close to it
 _IDLE_MAX = 300  # consecutive changes without an improvement; then the search starts again near the best set
 _KICKS = 6  # random changes from the best set to the new start
@@ -261,7 +261,7 @@ class _JointSearch:
         return step if int(step.headroom(range(step.count), self.limit_bytes).min()) >= 0 else None
 
     def _changed(self, best: JointPlacement) -> frozenset[int]:
-        """Return a set that differs from that of `best` by one or two tensors."""
+        """Return the dropped set of `best`, with one or two tensors changed at random. Unchanged if none can be."""
         rng = self.random
         dropped = set(best.dropped)
         more = self._addable(best)
@@ -282,7 +282,8 @@ class _JointSearch:
     def _addable(self, best: JointPlacement) -> list[int]:
         """Return candidates that may be dropped in addition.
 
-        Chooses at random between all candidates and only swapped ones, and whether to take only those near a stall.
+        They are chosen at random: all candidates that are not dropped or only the swapped ones, and of these either all
+        or only those near a stall.
         """
         rng = self.random
         among = set(best.swapped) if rng.random() < 0.6 else set(self.candidates) - best.dropped

@@ -197,12 +197,12 @@ class Plan:
         return "\n".join([*lines, *(self._kept_sentence(tensor, without) for tensor in kept)])
 
     def _kept_sentence(self, tensor: SavedTensor, without: Sequence[int]) -> str:
-        """Return the sentence that says why a tensor is kept. `without`: resident bytes by node if all tensors are."""
+        """Return the sentence that says why a tensor is kept. `without`: bytes resident at each node without swaps."""
         most = max(without[tensor.last_forward + 1 : tensor.first_backward], default=0)
         if tensor.first_backward == tensor.last_forward + 1:
-            why = "since it is used again at once"
+            why = "since backward uses it directly after its last use in forward"
         elif most <= self.limit_bytes:
-            why = f"since the step takes at most {format_bytes(most)} while it is not in use"
+            why = f"since memory is within the limit while it is not in use (at most {format_bytes(most)})"
         else:
             why = "since swapping or recomputing others is enough"
         return f"{self._name(tensor)}: kept {why}{self._instead(tensor)}"

@@ -36,10 +36,10 @@ _JOINT_SECONDS = 2.0  # search with recomputation
 _JOINT_PROBE_SECONDS = 0.1  # search with recomputation, for each limit of a bisection
 _JOINT_LOWER_SECONDS = 0.4  # search with recomputation, for each limit after a bisection
 _EXHAUSTIVE_MAX = 12  # with at most 12 tensors, a search tries every set of them (4,096)
-_EXHAUSTIVE_PROBE_MAX = 8  # the same, in a search for one of several limits and in the one before recomputation
+_EXHAUSTIVE_PROBE_MAX = 8  # the same, for each limit of `least_memory_plan` and for the search before recomputation
 _LIMITS_MAX = 16  # limits tried by bisection
-# After the bisection, lower limits are tried: first the least feasible one, then limits below the bisection's result.
-# They are lower than it by these shares of its distance from the least feasible limit.
+# After the bisection, lower limits are tried: first the least feasible one, then some close to the bisection's result.
+# Each of these is below the result by one of these shares of the distance from the result to the least feasible limit.
 _LOWER_LIMITS = (0.02, 0.005, 0.001)
 _SAFETY_FACTORS = (2.0, 1.5, 1.2)  # tried in this order for the final placement; see `Step.place`
 
@@ -149,7 +149,11 @@ def least_memory_plan(
     if limit_bytes is not None and plan.peak_bytes > limit_bytes:
         plan = fastest_plan(trace, link, limit_bytes, recompute=recompute, effort=effort)
         slowdown = plan.expected_seconds / plan.compute_seconds - 1
-        warnings.warn(f"max_slowdown: {max_slowdown:.3g} is not met, memory_limit needs {slowdown:.3g}", stacklevel=2)
+        warnings.warn(
+            f"max_slowdown={max_slowdown:.3g} is not met: the fastest plan within memory_limit has a predicted "
+            f"slowdown of {slowdown:.3g}",
+            stacklevel=2,
+        )
     return plan
 
 
@@ -189,7 +193,9 @@ def manual_plan(
         If `n_tensors` is less than -1, or `lead_nodes` negative.
     """
     if n_tensors < -1:
-        raise ValueError(f"n_tensors: {n_tensors} is not understood; write -1 for all, 0 for none, or how many")
+        raise ValueError(
+            f"n_tensors: {n_tensors} is not understood; write -1 for all, 0 for none, or a number of tensors"
+        )
     if lead_nodes != "auto" and lead_nodes < 0:
         raise ValueError(f'lb: {lead_nodes} is negative; write a number of backward nodes of at least 0, or "auto"')
     step = Step(trace, link)
@@ -206,7 +212,7 @@ def manual_plan(
     if limit_bytes is not None and plan.peak_bytes > limit_bytes:
         warnings.warn(
             f"n_tensors={n_tensors}: the peak will be {plan.peak_bytes} bytes, the limit is {limit_bytes} bytes; "
-            "raise n_tensors, lower lb, or give memory_limit instead of both",
+            "raise n_tensors, lower lb, or use memory_limit instead of n_tensors and lb",
             stacklevel=2,
         )
     return plan

@@ -220,7 +220,7 @@ class Trace:
         except CycleError as error:
             ids = error.args[1]
             where = f"tensors[{index_of[ids[-1]]}].recompute.from"
-            raise ValueError(f"{where}: tensors {sorted(set(ids))} would be recomputed from one another") from None
+            raise ValueError(f"{where}: the recipes of tensors {sorted(set(ids))} form a cycle") from None
 
     @classmethod
     def load(cls, path: str | Path) -> Trace:
@@ -245,7 +245,7 @@ class Trace:
             raise ValueError(f"{path}: {error}") from error
 
     def save(self, path: str | Path) -> None:
-        """Write the trace as JSON to `path`; `load` reads it back equal.
+        """Write the trace as JSON to `path`, for `load`. Of the link, only bandwidths and latency are written.
 
         Parameters
         ----------
@@ -326,7 +326,9 @@ def _check_tensor(tensor: SavedTensor, where: str, node_count: int) -> None:
         raise ValueError(f"{where}.copy_bytes: {tensor.copied_bytes} is not from 1 to bytes, {tensor.bytes}")
     for field in _NODE_NUMBERS:
         if not 0 <= getattr(tensor, field) < node_count:
-            raise ValueError(f"{where}.{field}: {getattr(tensor, field)} is not a node; there are {node_count}, from 0")
+            raise ValueError(
+                f"{where}.{field}: {getattr(tensor, field)} is not a node; nodes are numbered 0 to {node_count - 1}"
+            )
     for early, late in pairwise(_NODE_NUMBERS):
         first, second = getattr(tensor, early), getattr(tensor, late)
         if first > second:

@@ -118,9 +118,7 @@ class Calibration:
         """
         known = {each.name for each in fields(cls)}
         if not isinstance(about, Mapping) or set(about) != known:
-            raise ValueError(
-                f"a calibration has exactly the fields {', '.join(sorted(known))}; delete the file to measure anew"
-            )
+            raise ValueError(f"its fields are not those of this release: {', '.join(sorted(known))}")
         for name in ("device", "tier"):
             if not isinstance(about[name], str):
                 raise ValueError(f"{name}: {about[name]!r} is not a string")
@@ -129,7 +127,7 @@ class Calibration:
             is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
             may_be_zero = name in ("latency_seconds", "processor_seconds")
             if not is_number or value < 0 or (value == 0 and not may_be_zero):
-                raise ValueError(f"{name}: {value!r} is not a positive number")
+                raise ValueError(f"{name}: {value!r} is not a valid number")
         return cls(**about)
 
 
@@ -210,7 +208,7 @@ def calibrate(
         spread=rates.spread,
     )
     if not others() <= OTHERS_FRACTION_MAX:
-        log.info("the measured link is not cached: other programs use the processors, or their use is unknown")
+        log.info("the measured speed is not written to the cache: other programs use the CPU, or their use is unknown")
         _not_written[path] = time.monotonic(), found
     else:
         _not_written.pop(path, None)

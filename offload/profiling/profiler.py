@@ -184,9 +184,9 @@ class Profiler(Recorder):
         self._gradient_places: set[int] = set()
         self._module_names = {id(module): name for name, module in model.named_modules()}
         self.rounds_since = 0  # number of steps that began after this one
-        self._watched_to_the_end: bool | None = None  # None until `stop` is called
+        self._watched_to_the_end: bool | None = None  # whether the step was over at the first `stop`; None before
         self._names = [_ROOT]
-        self._module = _ROOT  # module whose hook is running
+        self._module = _ROOT  # module whose tensor is being packed or unpacked
         self._pack_names: dict[int, str] = {}
         self._saved: dict[int, SavedStorage] = {}  # by identity of the storage, while it is alive
         self._all_saved: list[SavedStorage] = []

@@ -68,7 +68,7 @@ class Engine(_core.EngineCore):
         ``cpu`` or one accelerator.
     in_flight_bytes_max
         Limit on the bytes of sources whose copy-out has not ended. Beyond it, `limit_in_flight` waits for the oldest
-        copy-outs: on an accelerator the compute stream waits, on the CPU the thread. It does not wait for the latest.
+        copy-outs, but never for the newest one. On an accelerator the compute stream waits, on the CPU the thread.
 
     Attributes
     ----------

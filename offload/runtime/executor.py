@@ -50,8 +50,8 @@ class StepObserver(Protocol):
     def copies(self) -> StepCopies | None:
         """The copies of a step that follows a schedule; None without a schedule.
 
-        With it, C++ swaps the tensors that the schedule swaps, unless `StepHooks.attach` leaves them to Python. For
-        tensors that Python swaps, the hooks call the methods of this class.
+        With it, C++ swaps most of the tensors that the schedule swaps; `StepHooks` describes the exceptions. For those
+        that Python swaps, the hooks call the methods of `StepObserver`.
         """
 
     @property
@@ -139,7 +139,7 @@ class Measured:
     node_seconds: tuple[float, ...]  # by node, without the elapsed time of the hooks in it
     waits: dict[int, float]  # by pack index: how long backward waited for the tensor
     stall_seconds: float  # elapsed time of the hooks that swap, prefetch, wait or recompute
-    hook_seconds: float  # CPU time of these hooks; zero on a CUDA device
+    hook_seconds: float  # CPU time of these hooks; zero on an accelerator
     step_seconds: float
     thread_seconds: float | None = None  # CPU time of the step's thread, with hooks; None if backward ended in another
 

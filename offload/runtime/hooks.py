@@ -1,7 +1,7 @@
 """The saved-tensor hooks of a step. The session decides which tensors may be swapped, the engine swaps them.
 
-A `StepHooks` serves one forward pass and all backward passes over its graph. The graph stores what `pack` returns; in
-backward, autograd calls `unpack` of the same `StepHooks` with it.
+A `StepHooks` serves one forward pass and all backward passes over its graph. The graph stores the object that `pack`
+returns. In backward, autograd passes this object to `unpack` of the same `StepHooks`.
 """
 
 from __future__ import annotations
@@ -64,7 +64,8 @@ class Policy(Protocol):
     def why_held(self, tensor: Tensor, storage_id: int) -> str | None:
         """Return why this storage is kept whatever the plan is; None if it may be swapped.
 
-        Other code holds it, so that swapping would free nothing; or the operator that saves it writes into it later.
+        There are two possible reasons: other code holds the storage, so that swapping would free nothing; or the
+        operator that saves it writes into it later.
         """
 
     def asks_modules(self) -> bool:
@@ -97,11 +98,11 @@ class StepHooks(HookCore):
     """The hooks of one forward pass and of the backward passes over it.
 
     `pack` and `unpack` are methods of the base class, in C++. They handle most kept tensors. In a step that follows a
-    schedule, they also handle swapped ones (`csrc/swap_hooks.cpp`), as long as the step runs as recorded; but not with
-    recomputation, or if `Policy.asks_modules` returns True. For other tensors they call `pack_due`, `pack_candidate`,
-    `unpack_watched` or `unpack_swapped`. They call `pack_failed` or `unpack_failed` if a swap by C++ fails, and
-    `refuse` if a kept tensor was changed in place. Before `attach` is called, tensors are swapped, but nothing is
-    prefetched.
+    schedule and runs as recorded, they also handle most swapped tensors (`csrc/swap_hooks.cpp`). They handle no swapped
+    tensor if the step recomputes, if `Policy.asks_modules` returns True, or if device events time the hooks. For other
+    tensors they call `pack_due`, `pack_candidate`, `unpack_watched` or `unpack_swapped`. They call `pack_failed` or
+    `unpack_failed` if a swap by C++ fails, and `refuse` if a kept tensor was changed in place. Before `attach` is
+    called, tensors are swapped, but nothing is prefetched.
     """
 
     def __init__(self, policy: Policy) -> None:
@@ -128,7 +129,8 @@ class StepHooks(HookCore):
         if self._recomputation is not None:
             self._recomputation.begin(self.policy)
         policy = self.policy
-        # With recomputation, or if the running module matters, Python handles every swapped tensor; otherwise C++ does.
+        # With recomputation, or if the running module matters, Python handles every swapped tensor. Otherwise, C++
+        # handles most of them, unless `cursor.decides` is False.
         is_plain = observer.recomputation is None and not policy.asks_modules()
         copies = observer.copies if is_plain else None
         follow(self, observer, observer.cursor, observer.reason, copies, policy.state)

@@ -155,5 +155,5 @@ def test_a_step_without_waits_needs_no_solver(monkeypatch):
 
 
 def test_a_plan_beyond_its_limit_is_refused():
-    with pytest.raises(ValueError, match="the incumbent takes 14 bytes, the limit is 12"):
+    with pytest.raises(ValueError, match="the given plan needs 14 bytes, the limit is 12"):
         prove_joint(make_plan(whole(), Link(1.0, 1.0), (), 12, recomputes=()))

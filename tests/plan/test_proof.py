@@ -92,7 +92,7 @@ def test_no_time_leaves_the_bound_of_two_cuts():
 def test_a_plan_beyond_the_limit_is_refused():
     nodes = tuple(Node(str(k), 1.0, k > 1) for k in range(4))
     trace = Trace(nodes, (0, 0, 6, 0), (SavedTensor(7, 10, 0, 0, 0, 3, 3),))
-    with pytest.raises(ValueError, match="the incumbent takes 16 bytes, the limit is 10"):
+    with pytest.raises(ValueError, match="the given plan needs 16 bytes, the limit is 10"):
         prove(trace, Link(2.0, 2.0), 10, [])
 
 

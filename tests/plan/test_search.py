@@ -204,7 +204,7 @@ def test_of_two_ways_to_keep_the_limit_the_cheaper_is_taken():
 
 def test_the_limit_goes_before_the_slowdown():
     slow = Link(0.5, 0.5)
-    with pytest.warns(UserWarning, match="max_slowdown: 0.05 is not met"):
+    with pytest.warns(UserWarning, match="max_slowdown=0.05 is not met"):
         plan = least_memory_plan(one_tensor(), slow, 0.05, limit_bytes=15)
     assert plan.peak_bytes == 15
     with pytest.raises(InfeasibleLimitError):

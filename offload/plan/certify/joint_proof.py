@@ -84,7 +84,7 @@ def prove_joint(plan: Plan, *, gap: float = 0.001, seconds_max: float = 60.0) ->
     check_limit(trace, limit_bytes)
     if plan.peak_bytes > limit_bytes:
         raise ValueError(
-            f"the incumbent takes {plan.peak_bytes} bytes, the limit is {limit_bytes}; give a plan within it"
+            f"the given plan needs {plan.peak_bytes} bytes, the limit is {limit_bytes}; give a plan within the limit"
         )
     end = time.monotonic() + seconds_max
     bound = min(plan.step_seconds, max(plan.compute_seconds, joint_bound(trace, limit_bytes, link)))

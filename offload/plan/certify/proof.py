@@ -20,7 +20,7 @@ from offload.plan.trace import Trace
 __all__ = ["Proof", "prove"]
 
 _UNITS = 100.0  # the incumbent's step time in the program's unit of time
-_SPARE = 1e-6  # relative: the program admits plans this much slower than the incumbent, against rounding
+_SPARE = 1e-6  # relative: because of rounding, plans slower than the incumbent by up to this are admitted too
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,8 +106,10 @@ def prove(
 
     No constraint needs a big-M term, so the program is solved quickly.
 
-    The first cuts are the nodes where the incumbent waits. Each solution's set of tensors is then placed. The nodes
-    where this placement exceeds the limit or waits become cuts too, until the bound is close to the best plan.
+    The first cuts are the nodes that cause the incumbent's stalls. Each solution gives a set of tensors, which is then
+    placed. The nodes at which the set exceeds the limit, and those that cause stalls of its placement, become cuts too.
+    If all of them are cuts already, the nodes beside the cuts are added. This ends when the bound is close to the best
+    plan, or if there is no node to add.
 
     Examples
     --------
@@ -121,7 +123,9 @@ def prove(
     check_limit(trace, limit_bytes)
     peak_bytes = max(resident_bytes(trace, incumbent), default=0)
     if peak_bytes > limit_bytes:
-        raise ValueError(f"the incumbent takes {peak_bytes} bytes, the limit is {limit_bytes}; give a plan within it")
+        raise ValueError(
+            f"the given plan needs {peak_bytes} bytes, the limit is {limit_bytes}; give a plan within the limit"
+        )
     step = Step(trace, link)
     swaps, best = tuple(sorted(incumbent)), simulate(trace, incumbent, link).step_seconds
     bound = min(best, max(step.compute_seconds, cut_bounds(trace, limit_bytes, link).double))
@@ -155,7 +159,10 @@ def _faster(
 
 
 def _stall_nodes(trace: Trace, link: Link, swaps: Sequence[Swap], excess: Ints) -> set[int]:
-    """Return the nodes over the limit that cause a plan's stalls: they wait for copy-outs, or delay a late copy-in."""
+    """Return the nodes that cause a plan's stalls, if the unswapped step exceeds the limit there.
+
+    Such a node waits for a copy-out, or it is the last one before the prefetch of a copy-in that is late.
+    """
     timing = simulate(trace, swaps, link)
     first_backward = {tensor.id: tensor.first_backward for tensor in trace.tensors}
     copied = {copy.id: copy.end for copy in timing.copy_ins}
@@ -169,7 +176,7 @@ def _stall_nodes(trace: Trace, link: Link, swaps: Sequence[Swap], excess: Ints) 
 
 
 def _overfull_nodes(step: Step, indices: Iterable[int], limit_bytes: int) -> set[int]:
-    """Return the node with the largest excess of each run of nodes at which a set of tensors exceeds the limit."""
+    """Return nodes at which a set of tensors exceeds the limit: of adjacent ones, that with the largest excess."""
     headroom = step.headroom(list(indices), limit_bytes)
     below = np.flatnonzero(headroom < 0)
     runs = np.split(below, np.flatnonzero(np.diff(below) > 1) + 1)
