@@ -38,9 +38,8 @@ def frames(stderr: str) -> list[str]:
     return [line.split(",")[0].strip() for line in stderr.splitlines() if line.lstrip().startswith("File ")]
 
 
-@pytest.mark.parametrize(
-    "kind", [each if each == "chained" else pytest.param(each, marks=pytest.mark.long) for each in SCRIPTS]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("kind", SCRIPTS)
 def test_an_error_of_the_script_is_shown_as_python_shows_it(kind: str, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPTS[kind])

@@ -93,6 +93,7 @@ def test_fashion_mnist_without_its_files(tmp_path):
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.long
 def test_fashion_mnist_with_a_file_cut_off(images):
     path = images / "train-images-idx3-ubyte"
     path.write_bytes(path.read_bytes()[:-1])

@@ -66,6 +66,7 @@ def fitted(model: nn.Module, **more: Any) -> Any:
     return offload.fit(model, make_batch, memory="64MiB", batch=16, loss=loss, optimizer=optimizer, **more)
 
 
+@pytest.mark.long
 def test_a_model_without_data_needs_what_it_needs_with_data() -> None:
     with torch.device("meta"):
         model = make()

@@ -61,6 +61,7 @@ def run_out(body: str, options: str = "n_tensors=2") -> str:
 needs_notes = pytest.mark.skipif(sys.version_info < (3, 11), reason="exceptions take notes from Python 3.11 on")
 
 
+@pytest.mark.long
 @needs_notes
 def test_a_forward_that_does_not_fit_says_what_would() -> None:
     told = run_out("model(x).sum().backward()")

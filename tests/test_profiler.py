@@ -304,7 +304,11 @@ def test_a_disabled_session_is_freed_without_a_collection(tmp_path):
 
 @pytest.mark.parametrize(
     ("end", "status"),
-    [("", 0), pytest.param("raise SystemExit(7)", 7, marks=pytest.mark.full), ("raise KeyboardInterrupt", -2)],
+    [
+        pytest.param("", 0, marks=pytest.mark.long),
+        pytest.param("raise SystemExit(7)", 7, marks=pytest.mark.full),
+        ("raise KeyboardInterrupt", -2),
+    ],
 )
 def test_a_script_that_ends_within_the_profiled_step_ends_as_others_do(end, status):
     script = f"""

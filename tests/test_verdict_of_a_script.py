@@ -103,12 +103,17 @@ KINDS = {
 }
 
 
-BY_DEFAULT = ("planned", "refused")
+BY_DEFAULT = ("refused",)
 
 
 @pytest.fixture(
     scope="module",
-    params=[each if each in BY_DEFAULT else pytest.param(each, marks=pytest.mark.full) for each in KINDS],
+    params=[
+        each
+        if each in BY_DEFAULT
+        else pytest.param(each, marks=pytest.mark.long if each == "planned" else pytest.mark.full)
+        for each in KINDS
+    ],
 )
 def told(request: pytest.FixtureRequest) -> tuple[str, dict[str, Any]]:
     """What a script says that trains with these knobs."""

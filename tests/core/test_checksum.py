@@ -31,6 +31,7 @@ def test_known_values():
     assert _core.crc32c(b"") == 0
 
 
+@pytest.mark.long
 def test_every_implementation_agrees(tmp_path):
     names = run_checks(tmp_path, "g++")
     assert names[0] == "table"

@@ -49,7 +49,7 @@ def test_loops_of_torch(loop, tmp_path):
     "switches",
     [
         pytest.param({"max_grad_norm": 0.0}, marks=pytest.mark.long),
-        {"gradient_accumulation_steps": 2},
+        pytest.param({"gradient_accumulation_steps": 2}, marks=pytest.mark.long),
         {"bf16": True, "max_grad_norm": 0.1},
     ],
     ids=lambda switches: ", ".join(switches),

@@ -64,10 +64,10 @@ def plain():
     [
         ("whole", "wrapper", "aot_eager"),
         pytest.param("whole", "wrapper", "inductor", marks=pytest.mark.full),
-        ("whole", "inner", "aot_eager"),
+        pytest.param("whole", "inner", "aot_eager", marks=pytest.mark.long),
         pytest.param("whole", "inner", "inductor", marks=pytest.mark.full),
         ("whole in place", "inner", "aot_eager"),
-        ("per block", "inner", "aot_eager"),
+        pytest.param("per block", "inner", "aot_eager", marks=pytest.mark.long),
         ("per block in place", "inner", "aot_eager"),
         pytest.param("per block in place", "inner", "inductor", marks=pytest.mark.full),
     ],

@@ -65,6 +65,7 @@ def test_every_run_is_looked_at(outcomes):
     assert [set(each) for each in outcomes] == [{*RUNS, "machine"}] * RANKS
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", RUNS)
 def test_gradients_are_those_of_the_plain_run(outcomes, name):
     for rank, outcome in enumerate(outcomes):

@@ -14,6 +14,7 @@ from frameworks import need
 from optimizer_state import loops
 from optimizer_state.state_rig import assert_equal
 from parameters.frozen_rig import STEPS, everything, loss_of, make_model
+from some_rows import one_in
 
 import offload
 
@@ -35,11 +36,17 @@ def assert_moved(report, steps=STEPS):
 
 @pytest.mark.parametrize(
     ("loop", "asked"),
-    [
-        *(pytest.param(each, IN_BACKWARD, id=f"{in_backward.words(each)}, in backward") for each in in_backward.LOOPS),
-        *(pytest.param(each, IN_CHUNKS, id=f"{in_backward.words(each)}, in chunks") for each in loops.LOOPS),
-        *(pytest.param(each, {"parameters": "all"}, id=f"{in_backward.words(each)}, alone") for each in ALONE),
-    ],
+    one_in(
+        3,
+        [
+            *(
+                pytest.param(each, IN_BACKWARD, id=f"{in_backward.words(each)}, in backward")
+                for each in in_backward.LOOPS
+            ),
+            *(pytest.param(each, IN_CHUNKS, id=f"{in_backward.words(each)}, in chunks") for each in loops.LOOPS),
+            *(pytest.param(each, {"parameters": "all"}, id=f"{in_backward.words(each)}, alone") for each in ALONE),
+        ],
+    ),
 )
 def test_trained_loops(loop, asked, tmp_path):
     plain, moved = loop(False, tmp_path), loop(True, tmp_path, asked)
@@ -53,7 +60,7 @@ def test_trained_loops(loop, asked, tmp_path):
 
 
 @HOW
-@pytest.mark.parametrize("kind", ["in backward", "in chunks"])
+@pytest.mark.parametrize("kind", one_in(2, ["in backward", "in chunks"]))
 def test_trained_transformers_trainer(how, kind, tmp_path):
     need("transformers")
     options = {**ON, **(IN_BACKWARD if kind == "in backward" else {})}

@@ -4,11 +4,12 @@ import pytest
 from optimizer_state.gradient_rig import MOVED, USES, assert_same, gradients
 from optimizer_state.state_rig import assert_equal
 from optimizer_state.users_rig import both, everything, loss_of, make_model
+from some_rows import one_in
 from torch.optim import AdamW
 
 
 @pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("name", USES)
+@pytest.mark.parametrize("name", one_in(2, USES))
 def test_uses_between_backward_and_step(name, fused, tmp_path):
     def run(on):
         model = make_model()

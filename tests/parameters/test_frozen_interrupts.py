@@ -95,7 +95,7 @@ def walk(call, stride, act, folder):
 
 
 @pytest.mark.parametrize("call", CALLS)
-@pytest.mark.parametrize("stride", [41 * PRIME, pytest.param(PRIME, marks=pytest.mark.full)])
+@pytest.mark.parametrize("stride", [97 * PRIME, pytest.param(PRIME, marks=pytest.mark.full)])
 def test_an_interrupt_at_any_line(call, stride, tmp_path):
     plain = make_model()
     before = everything(plain)

@@ -110,7 +110,7 @@ ENDINGS = {
 
 
 @pytest.mark.parametrize(
-    "ending", [each if each == "fork" else pytest.param(each, marks=pytest.mark.full) for each in ENDINGS]
+    "ending", [pytest.param(each, marks=getattr(pytest.mark, "long" if each == "fork" else "full")) for each in ENDINGS]
 )
 def test_a_process_ends_while_parameters_are_away(ending):
     run_fresh_python(SCRIPT + textwrap.dedent(ENDINGS[ending]))

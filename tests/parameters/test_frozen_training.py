@@ -19,6 +19,7 @@ from parameters.frozen_rig import (
     train,
     trained,
 )
+from some_rows import one_in
 
 import offload
 
@@ -56,7 +57,7 @@ MODES = {
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("kind", [Model, Attends])
+@pytest.mark.parametrize("kind", one_in(2, [Model, Attends]))
 def test_a_session_gives_the_bits_of_plain_training(kind, mode, tmp_path):
     plain, moved = make_model(kind), make_model(kind)
     handle = enable(moved, tmp_path, **MODES[mode])
@@ -74,7 +75,7 @@ def test_a_session_gives_the_bits_of_plain_training(kind, mode, tmp_path):
 
 
 @pytest.mark.parametrize("tier", TIERS)
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("loss", one_in(3, LOSSES))
 @pytest.mark.parametrize("is_checkpointed", [False, True], ids=["", "checkpoint"])
 def test_every_tier_and_kind_of_step(tier, loss, is_checkpointed, tmp_path):
     plain, moved = make_model(), make_model()

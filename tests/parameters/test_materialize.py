@@ -252,6 +252,7 @@ assert grown < 32 << 20 < layers * width * width * 4, grown
 """
 
 
+@pytest.mark.long
 def test_no_moment_needs_memory_for_all_of_it(tmp_path):
     layers = [nn.Linear(1024, 1024, bias=False) for _ in range(12)]
     safetensors.save_file(nn.Sequential(*layers, nn.Linear(1024, 4)).state_dict(), tmp_path / "model.safetensors")

@@ -73,7 +73,7 @@ def values_of(call):
 
 @pytest.mark.parametrize("way", ["in backward, state", "chunks"])
 @pytest.mark.parametrize("call", CALLS)
-@pytest.mark.parametrize("stride", [101 * PRIME, pytest.param(PRIME, marks=pytest.mark.full)])
+@pytest.mark.parametrize("stride", [211 * PRIME, pytest.param(PRIME, marks=pytest.mark.full)])
 def test_an_interrupt_at_any_line(call, way, stride, tmp_path):
     before, after, saved, expected, resumed = values_of(call)
     count = 0

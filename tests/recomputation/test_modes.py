@@ -175,6 +175,7 @@ def test_a_window_that_begins_at_a_tensor_saved_again(forcing, swaps):
     forcing.compare(made(function), plain_step, wanted=lambda index, recipe: index == 8, swaps=swaps)
 
 
+@pytest.mark.long
 def test_the_mode_loads_no_compiler(tmp_path):
     import subprocess
     import sys
