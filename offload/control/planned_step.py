@@ -47,8 +47,9 @@ class PlannedStep:
         Bytes of model, gradients and optimizers before a step: the largest figures so far (see `most`).
     plan, schedule
         The plan and the schedule that the steps follow; None until the first plan is made.
-    serial
-        The schedule of the plan's reference steps, in which computation waits while a copy runs; None before the first.
+    reference, is_bare
+        The schedule of the plan's reference steps, None before the first; and whether it keeps every tensor. If not,
+        computation waits while a copy runs.
     signature
         The signature of the step: a `Signature`, or another hashable object in tests.
     incomplete_profiles
@@ -99,7 +100,8 @@ class PlannedStep:
     incomplete_profiles: int = 0
     plan: Plan | None = None
     schedule: Schedule | None = None
-    serial: Schedule | None = None
+    reference: Schedule | None = None
+    is_bare: bool = False
     steps: int = 0
     plan_steps: int = 0
     frontier: Frontier = field(init=False)
@@ -175,7 +177,7 @@ class PlannedStep:
         self.weights = ActivationBytes.of_plan(plan)
         measured = self.recipes.measured if self.recipes is not None else None
         self.schedule = planned_schedule(self.profile.order, plan, self.profile.members, measured)
-        self.serial = None
+        self.reference = None
         self.frontier.repeats = 0
         self._forget_measured_steps()
         self.recompute_seconds.clear()
@@ -194,12 +196,20 @@ class PlannedStep:
         self.step_seconds.clear()
         self.costs.clear()
 
-    def reference_schedule(self) -> Schedule:
-        """Return the schedule of the plan's reference steps. It is made for the first of them."""
-        assert self.plan is not None
-        if self.serial is None:
-            self.serial = serial_schedule(self.profile.order, self.plan, self.profile.members)
-        return self.serial
+    def reference_schedule(self, *, is_bare: bool) -> Schedule:
+        """Return the schedule of the plan's reference steps. It is made for the first of them.
+
+        `is_bare`: the steps keep every tensor. Otherwise they stay within the plan's peak.
+        """
+        plan, order, members = self.plan, self.profile.order, self.profile.members
+        assert plan is not None
+        if self.reference is None or is_bare != self.is_bare:
+            self.is_bare = is_bare
+            kept = make_plan(plan.trace, plan.link, ()) if is_bare else None
+            self.reference = (
+                serial_schedule(order, plan, members) if kept is None else planned_schedule(order, kept, members)
+            )
+        return self.reference
 
     def exceeds(self, limit_bytes: int, held: HeldBytes) -> bool:
         """Return whether the plan would exceed the limit with the bytes that are held now."""
@@ -233,7 +243,7 @@ class PlannedStep:
             measured = executor.measured(len(self.profile.trace.nodes))
             if measured is None:
                 unread.append(executor)
-            elif executor.schedule is self.serial:
+            elif executor.schedule is self.reference:
                 self.frontier.add_reference(measured, self.costs)
                 row = StepRecord(False, None, measured.step_seconds, measured.stall_seconds, is_reference=True)
                 counts.steps_measured.append(row)

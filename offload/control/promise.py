@@ -14,6 +14,7 @@ from offload.control.planned_step import PlannedStep
 from offload.control.state_plan import StatePlanner
 from offload.control.wanted_plan import wanted_plan
 from offload.devices.allocator import release_free_memory
+from offload.devices.memory import free_host_bytes
 from offload.options import Options, device_bytes
 from offload.plan import Link, Plan, least_feasible_limit, make_plan
 from offload.plan.trace import Trace
@@ -21,6 +22,7 @@ from offload.profiling.calibration import forget_disturbed
 from offload.runtime.counters import Counts
 from offload.runtime.engine import Engine
 from offload.runtime.executor import Stopwatch
+from offload.runtime.schedule import Schedule
 
 __all__ = ["SlowdownPromise"]
 
@@ -82,6 +84,21 @@ class SlowdownPromise:
             return True
         planned.plan_steps += 1
         return False
+
+    def reference_schedule(self, planned: PlannedStep) -> Schedule:
+        """Return the schedule of the reference step that begins.
+
+        During a search it keeps every tensor if the plan lowers the peak by at most `bare_share`, no `memory_limit` is
+        given, and enough memory is free. Then it is as fast as without offload, except for its hooks.
+        """
+        plan, limits = planned.plan, self._limits
+        assert plan is not None
+        if planned.reference is not None and not planned.frontier.is_settled:
+            return planned.reference_schedule(is_bare=planned.is_bare)  # all reference steps of a plan are alike
+        more_bytes = plan.unswapped_peak_bytes - plan.peak_bytes
+        is_small = more_bytes <= limits.bare_share * plan.unswapped_peak_bytes and self._options.memory_limit is None
+        is_bare = is_small and not planned.frontier.is_settled and limits.bare_room * more_bytes <= free_host_bytes()
+        return planned.reference_schedule(is_bare=is_bare)
 
     def defer_copy_outs(self, stopwatch: Stopwatch) -> None:
         """Defer the copy-outs of a reference step, which `stopwatch` measures.

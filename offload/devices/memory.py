@@ -242,18 +242,18 @@ def _gpu_processes(device: Accelerator) -> Iterator[Process]:
 # -- the CPU ----------------------------------------------------------------------------------------------------------
 
 
+def free_host_bytes() -> int:
+    """Return how many more bytes of memory this process can use; 0 if unknown.
+
+    It is the least of the available RAM, the rest of the control group's limit and the rest of the address space.
+    """
+    return _tightest_limit(_kilobyte_fields("/proc/self/status").get("VmSize", 0))[2]
+
+
 def _cpu_memory(asked_bytes: int | None) -> DeviceMemory:
     status = _kilobyte_fields("/proc/self/status")
-    machine = _kilobyte_fields("/proc/meminfo")
     resident, mapped = status.get("VmRSS", 0), status.get("VmSize", 0)
-    limits = [(_RAM, machine.get("MemTotal", 0), machine.get("MemAvailable", 0))]
-    soft = resource.getrlimit(resource.RLIMIT_AS)[0]
-    if soft != resource.RLIM_INFINITY:
-        limits.append((_ADDRESS_SPACE, soft, max(soft - mapped, 0)))
-    group = tightest_control_group()
-    if group is not None:
-        limits.append((_CONTROL_GROUP, *group))
-    limit, total, free = min(limits, key=lambda each: each[2])
+    limit, total, free = _tightest_limit(mapped)
     return DeviceMemory(
         device="cpu",
         is_accelerator=False,
@@ -266,6 +266,19 @@ def _cpu_memory(asked_bytes: int | None) -> DeviceMemory:
         peak_bytes=status.get("VmHWM", resident),
         processes=tuple(_largest_processes()) if limit == _RAM else (),
     )
+
+
+def _tightest_limit(mapped_bytes: int) -> tuple[str, int, int]:
+    """Return the limit of this process with the least free memory: its name, its bytes, and how many are free."""
+    machine = _kilobyte_fields("/proc/meminfo")
+    limits = [(_RAM, machine.get("MemTotal", 0), machine.get("MemAvailable", 0))]
+    soft = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if soft != resource.RLIM_INFINITY:
+        limits.append((_ADDRESS_SPACE, soft, max(soft - mapped_bytes, 0)))
+    group = tightest_control_group()
+    if group is not None:
+        limits.append((_CONTROL_GROUP, *group))
+    return min(limits, key=lambda each: each[2])
 
 
 def _largest_processes() -> list[Process]:

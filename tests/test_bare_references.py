@@ -1,0 +1,70 @@
+"""Reference steps keep every tensor only where the plan saves little, and where the memory for it is free."""
+
+from dataclasses import replace
+
+import pytest
+from planned_rig import assert_equal, enabled, known_link, make, plain_run, told_blocks, train  # noqa: F401
+
+from offload.control.limits import LIMITS
+from offload.control.promise import SlowdownPromise
+from offload.devices.memory import free_host_bytes
+
+ROWS = [512] * 10
+ANY = 1.0  # of the peak: every plan saves at most this
+
+
+@pytest.fixture
+def swapped(tmp_path, monkeypatch):
+    """Trains, each second step a reference step; how many tensors the schedule of each reference step swaps."""
+
+    def run(free_bytes=1 << 40, bare_share=ANY, settled_after=None, **options):
+        monkeypatch.setattr("offload.handle.LIMITS", replace(LIMITS, bare_share=bare_share))
+        monkeypatch.setattr("offload.control.promise.free_host_bytes", lambda: free_bytes)
+        # Measured times decide nothing: the first plan stays.
+        monkeypatch.setattr(SlowdownPromise, "needs_plan", lambda promise, planned: False)
+        monkeypatch.setattr(SlowdownPromise, "_wants_reference", lambda promise, planned: planned.steps % 2 == 0)
+        schedule_of, found = SlowdownPromise.reference_schedule, []
+
+        def reference_schedule(promise, planned):
+            planned.frontier.is_settled = len(found) == settled_after
+            schedule = schedule_of(promise, planned)
+            found.append(len(schedule.swapped))
+            return schedule
+
+        monkeypatch.setattr(SlowdownPromise, "reference_schedule", reference_schedule)
+        model, optimizer = make()
+        with enabled(model, max_slowdown=1e9, spill_dir=tmp_path, recompute=False, **options) as handle:
+            results, _ = train(model, optimizer, ROWS)
+            assert handle.report().reference_steps == len(found) >= 3
+            assert handle.plan.swaps
+        assert_equal(results, plain_run(ROWS)[0])
+        return found
+
+    return run
+
+
+def test_every_tensor_is_kept(swapped):
+    assert set(swapped()) == {0}
+
+
+def test_a_plan_that_saves_much_has_none(swapped):
+    assert min(swapped(bare_share=LIMITS.bare_share)) > 0
+
+
+def test_a_memory_limit_has_none(swapped):
+    assert min(swapped(memory_limit="8GiB")) > 0
+
+
+def test_without_room_there_is_none(swapped):
+    assert min(swapped(free_bytes=0)) > 0
+
+
+def test_after_the_search_there_is_none(swapped):
+    first, second, *_ = swapped(settled_after=1)
+    assert first == 0 < second
+
+
+def test_free_memory_is_that_of_the_tightest_limit(monkeypatch):
+    assert free_host_bytes() > 0
+    monkeypatch.setattr("offload.devices.memory.tightest_control_group", lambda: (100, 7))
+    assert free_host_bytes() == 7
