@@ -2,11 +2,12 @@
 
 `Frontier` stores how long computation takes while no copy runs, and which plans kept the promise.
 
-In a *reference step*, computation stops while a copy runs, so that no copy slows it (`plan/serial.py`). The durations
-of its nodes show how long the step takes without swapping, on this machine and at this time. From the time of the
-plan's steps, `judge` subtracts this duration, and the recomputation, waits and hooks that the plan predicts. The
-remainder is taken as the time by which copies and, if the plan recomputes, the recording of operators slowed the
-computation. `learn` derives a cost per moved byte from it, which the next plan uses.
+In a *reference step*, computation stops while a copy runs, so that no copy slows it (`plan/serial.py`); or every tensor
+is kept, if the plan saves little (`SlowdownPromise.reference_schedule`). The durations of its nodes show how long the
+step takes without swapping, on this machine and at this time. From the time of the plan's steps, `judge` subtracts this
+duration, and the recomputation, waits and hooks that the plan predicts. The remainder is taken as the time by which
+copies and, if the plan recomputes, the recording of operators slowed the computation. `learn` derives a cost per moved
+byte from it, which the next plan uses.
 """
 
 from __future__ import annotations
