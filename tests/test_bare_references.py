@@ -59,6 +59,11 @@ def test_without_room_there_is_none(swapped):
     assert min(swapped(free_bytes=0)) > 0
 
 
+def test_each_process_of_the_job_needs_room(swapped, monkeypatch):
+    monkeypatch.setattr("offload.control.promise.local_processes", lambda: 1 << 30)
+    assert min(swapped()) > 0
+
+
 def test_after_the_search_there_is_none(swapped):
     first, second, *_ = swapped(settled_after=1)
     assert first == 0 < second

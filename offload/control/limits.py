@@ -87,7 +87,7 @@ class Limits:
         there is no search.
     bare_share, bare_room
         Reference steps keep every tensor if the plan lowers the peak by at most `bare_share` (relative), and if
-        `bare_room` times the difference is free.
+        `bare_room` times the difference is free for each process of the job on this machine.
     """
 
     signatures: int = 64

@@ -15,6 +15,7 @@ from offload.control.state_plan import StatePlanner
 from offload.control.wanted_plan import wanted_plan
 from offload.devices.allocator import release_free_memory
 from offload.devices.memory import free_host_bytes
+from offload.devices.processes import local_processes
 from offload.options import Options, device_bytes
 from offload.plan import Link, Plan, least_feasible_limit, make_plan
 from offload.plan.trace import Trace
@@ -97,7 +98,9 @@ class SlowdownPromise:
             return planned.reference_schedule(is_bare=planned.is_bare)  # all reference steps of a plan are alike
         more_bytes = plan.unswapped_peak_bytes - plan.peak_bytes
         is_small = more_bytes <= limits.bare_share * plan.unswapped_peak_bytes and self._options.memory_limit is None
-        is_bare = is_small and not planned.frontier.is_settled and limits.bare_room * more_bytes <= free_host_bytes()
+        # All processes of this job may take such a step at the same time.
+        has_room = is_small and limits.bare_room * local_processes() * more_bytes <= free_host_bytes()
+        is_bare = has_room and not planned.frontier.is_settled
         return planned.reference_schedule(is_bare=is_bare)
 
     def defer_copy_outs(self, stopwatch: Stopwatch) -> None:
