@@ -240,7 +240,7 @@ class PlanController:
             return self.running.follows(ScheduleExecutor(*about), planned.plan)
         assert planned.weights is not None
         stopwatch = Stopwatch(self._engine)
-        if is_reference:
+        if is_reference and about[0].is_serial:
             self._promise.defer_copy_outs(stopwatch)
         executor = MeteredExecutor(*about, stopwatch, planned.weights)
         planned.executors.append(executor)

@@ -188,6 +188,7 @@ class PlannedStep:
         """Discard the measurements of the present plan and measure it again: other programs slowed its steps."""
         self.frontier.repeats += 1
         self.frontier.searched += len(self.costs) + len(self.frontier.references)
+        self.reference = None  # memory may be free, or no longer
         self._forget_measured_steps()
 
     def _forget_measured_steps(self) -> None:

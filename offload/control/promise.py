@@ -98,9 +98,9 @@ class SlowdownPromise:
             return planned.reference_schedule(is_bare=planned.is_bare)  # all reference steps of a plan are alike
         more_bytes = plan.unswapped_peak_bytes - plan.peak_bytes
         is_small = more_bytes <= limits.bare_share * plan.unswapped_peak_bytes and self._options.memory_limit is None
-        # All processes of this job may take such a step at the same time.
-        has_room = is_small and limits.bare_room * local_processes() * more_bytes <= free_host_bytes()
-        is_bare = has_room and not planned.frontier.is_settled
+        is_bare = is_small and not planned.frontier.is_settled
+        if is_bare:  # all processes of this job may take such a step at the same time
+            is_bare = limits.bare_room * local_processes() * more_bytes <= free_host_bytes()
         return planned.reference_schedule(is_bare=is_bare)
 
     def defer_copy_outs(self, stopwatch: Stopwatch) -> None:

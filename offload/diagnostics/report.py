@@ -303,7 +303,7 @@ class Report:
             which = f"one {of}" if count == 1 else f"median of {count} {of}s"
             yield "time measured", f"{which}: forward and backward, without the optimizer"
             references = self.verdict.reference_steps
-            known = f"computation of {references} reference steps, which compute nothing while they copy"
+            known = f"computation of {references} reference steps, which no copy slows"
             estimated = "estimated: the computation of these steps, without copies and waits"
             yield "time without offload", known if references else estimated
 

@@ -26,7 +26,7 @@ class StepRecord:
     seconds: float
     paused_seconds: float  # the part of `seconds` that was spent in hooks, waits included
     is_trial: bool = False  # runs recipes to test how tensors can be recomputed
-    is_reference: bool = False  # waits while it copies, so that copies do not slow its computation
+    is_reference: bool = False  # no copy slows its computation: it waits for copies, or keeps every tensor
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as a dictionary."""
