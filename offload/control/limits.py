@@ -85,9 +85,9 @@ class Limits:
         If the plan that the search ends with lowers the peak by less (relative), nothing is swapped instead: without
         hooks a step is as fast as plain torch's, and with them 1 to 3 % slower. If no plan can lower it by so much,
         there is no search.
-    bare_share, bare_room
-        Reference steps keep every tensor if the plan lowers the peak by at most `bare_share` (relative), and if
-        `bare_room` times the difference is free for each process of the job on this machine.
+    kept_share, kept_room
+        Reference steps keep every tensor if the plan lowers the peak by at most `kept_share` (relative), and if
+        `kept_room` times the difference is free for each process of the job on this machine.
     """
 
     signatures: int = 64
@@ -122,8 +122,8 @@ class Limits:
     search_seconds: float = 1.0
     search_effort_min: float = 0.02
     worth_hooks: float = 0.05
-    bare_share: float = 0.15
-    bare_room: float = 8.0
+    kept_share: float = 0.15
+    kept_room: float = 8.0
 
     def is_worth_hooks(self, peak_bytes: int, unswapped_peak_bytes: int) -> bool:
         """Return whether a plan with this peak saves enough memory."""

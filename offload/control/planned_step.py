@@ -47,9 +47,9 @@ class PlannedStep:
         Bytes of model, gradients and optimizers before a step: the largest figures so far (see `most`).
     plan, schedule
         The plan and the schedule that the steps follow; None until the first plan is made.
-    reference, is_bare
-        The schedule of the plan's reference steps, None before the first; and whether it keeps every tensor. If not,
-        computation waits while a copy runs.
+    reference
+        The schedule of the plan's reference steps; None before the first. They keep every tensor, or computation waits
+        while a copy runs (`Schedule.is_serial`).
     signature
         The signature of the step: a `Signature`, or another hashable object in tests.
     incomplete_profiles
@@ -101,7 +101,6 @@ class PlannedStep:
     plan: Plan | None = None
     schedule: Schedule | None = None
     reference: Schedule | None = None
-    is_bare: bool = False
     steps: int = 0
     plan_steps: int = 0
     frontier: Frontier = field(init=False)
@@ -197,19 +196,18 @@ class PlannedStep:
         self.step_seconds.clear()
         self.costs.clear()
 
-    def reference_schedule(self, *, is_bare: bool) -> Schedule:
-        """Return the schedule of the plan's reference steps. It is made for the first of them.
+    def make_reference(self, *, keeps_all: bool) -> Schedule:
+        """Make the schedule of the plan's next reference steps, if this has not been done, and return it.
 
-        `is_bare`: the steps keep every tensor. Otherwise they stay within the plan's peak.
+        `keeps_all`: the steps keep every tensor. Otherwise they stay within the plan's peak.
         """
         plan, order, members = self.plan, self.profile.order, self.profile.members
         assert plan is not None
-        if self.reference is None or is_bare != self.is_bare:
-            self.is_bare = is_bare
-            kept = make_plan(plan.trace, plan.link, ()) if is_bare else None
-            self.reference = (
-                serial_schedule(order, plan, members) if kept is None else planned_schedule(order, kept, members)
-            )
+        if self.reference is None or self.reference.is_serial == keeps_all:
+            if keeps_all:
+                self.reference = planned_schedule(order, replace(plan, swaps=(), recomputes=()), members)
+            else:
+                self.reference = serial_schedule(order, plan, members)
         return self.reference
 
     def exceeds(self, limit_bytes: int, held: HeldBytes) -> bool:

@@ -89,19 +89,19 @@ class SlowdownPromise:
     def reference_schedule(self, planned: PlannedStep) -> Schedule:
         """Return the schedule of the reference step that begins.
 
-        During a search it keeps every tensor if the plan lowers the peak by at most `bare_share`, no `memory_limit` is
+        During a search it keeps every tensor if the plan lowers the peak by at most `kept_share`, no `memory_limit` is
         given, and enough memory is free. Then it is as fast as without offload, except for its hooks.
         """
         plan, limits = planned.plan, self._limits
         assert plan is not None
         if planned.reference is not None and not planned.frontier.is_settled:
-            return planned.reference_schedule(is_bare=planned.is_bare)  # all reference steps of a plan are alike
+            return planned.reference  # all that one plan is compared with are of one kind
         more_bytes = plan.unswapped_peak_bytes - plan.peak_bytes
-        is_small = more_bytes <= limits.bare_share * plan.unswapped_peak_bytes and self._options.memory_limit is None
-        is_bare = is_small and not planned.frontier.is_settled
-        if is_bare:  # all processes of this job may take such a step at the same time
-            is_bare = limits.bare_room * local_processes() * more_bytes <= free_host_bytes()
-        return planned.reference_schedule(is_bare=is_bare)
+        is_small = more_bytes <= limits.kept_share * plan.unswapped_peak_bytes and self._options.memory_limit is None
+        keeps_all = is_small and not planned.frontier.is_settled
+        if keeps_all:  # all processes of this job may take such a step at the same time
+            keeps_all = limits.kept_room * local_processes() * more_bytes <= free_host_bytes()
+        return planned.make_reference(keeps_all=keeps_all)
 
     def defer_copy_outs(self, stopwatch: Stopwatch) -> None:
         """Defer the copy-outs of a reference step, which `stopwatch` measures.

@@ -15,7 +15,7 @@ from offload.plan import Link, least_feasible_limit, unswapped_bytes
 
 WIDTH = 32
 BLOCKS = 3
-SLOW = Link(2e4, 2e4)  # a minute a step for what is swapped: no pause of this machine makes a step as slow
+SLOW = Link(2e4, 2e4)  # swapping takes a minute: no pause of the machine makes recomputation as slow
 
 
 @pytest.fixture(autouse=True)

@@ -18,8 +18,8 @@ ANY = 1.0  # of the peak: every plan saves at most this
 def swapped(tmp_path, monkeypatch):
     """Trains, each second step a reference step; how many tensors the schedule of each reference step swaps."""
 
-    def run(free_bytes=1 << 40, bare_share=ANY, settled_after=None, **options):
-        monkeypatch.setattr("offload.handle.LIMITS", replace(LIMITS, bare_share=bare_share))
+    def run(free_bytes=1 << 40, kept_share=ANY, settled_after=None, **options):
+        monkeypatch.setattr("offload.handle.LIMITS", replace(LIMITS, kept_share=kept_share))
         monkeypatch.setattr("offload.control.promise.free_host_bytes", lambda: free_bytes)
         # Measured times decide nothing: the first plan stays.
         monkeypatch.setattr(SlowdownPromise, "needs_plan", lambda promise, planned: False)
@@ -50,7 +50,7 @@ def test_every_tensor_is_kept(swapped, monkeypatch):
 
 
 def test_a_plan_that_saves_much_has_none(swapped):
-    assert min(swapped(bare_share=LIMITS.bare_share)) > 0
+    assert min(swapped(kept_share=LIMITS.kept_share)) > 0
 
 
 def test_a_memory_limit_has_none(swapped):
