@@ -162,8 +162,10 @@ def a_target_is_let_go_when_it_is_said_to_be_done():
     ticket = store.swap_out(source.data_ptr(), LARGE, 0)
     ticket.wait_out(0)
     store.quiesce()
+    copies = sim.calls("cuMemcpyHtoDAsync_v2")
     sim.hold_streams(True)
     ticket.prefetch(target.data_ptr(), 0)
+    sim.await_calls("cuMemcpyHtoDAsync_v2", copies, "cuMemcpyHtoDAsync_v2", copies)  # slices issued later come too late
     if not ticket.in_done():
         sim.hold_streams(False)
         ticket.settle()
