@@ -1,15 +1,25 @@
-"""Memory and step time of a GPT under AdamW: plain, with its state in the store, updated in backward besides, mapped.
+"""Memory and step time of a GPT under AdamW: plain, and with its state moved in several ways.
 
-    python bench/moved_state.py [--json FILE] [--tokens N …] [--rounds N] [--quick]
+    python bench/moved_state.py [--json FILE] [--kinds KIND …] [--tokens N …] [--rounds N] [--quick]
 
 They train side by side in live processes, which take turns, in another order each round; a turn is a few steps and
 ends when nothing is being written any more. Each has the malloc of `offload run`. Memory is the largest resident set
 beyond that after the imports. Times and ratios are medians over rounds; a ratio is that to the plain turn of its round.
 Weights and states are compared bit by bit: exit status 1 where they differ.
 
-"mapped" has state in tensors of `torch.from_file`, as one would without offload: AdamW is the same. While memory is
-free, the system keeps all pages of such files; when it is short, it writes and drops them. So that this row does not
-depend on what else is in memory, pages are written and dropped after each step. They count in its memory.
+| kind | what moves |
+|---|---|
+| plain | nothing |
+| state | optimizer state; activations stay in memory |
+| in backward | optimizer state, and parameters are updated in backward; activations stay in memory |
+| limited | as "in backward", and of the activations as much as `memory_limit` (`--limit`) requires |
+| mapped | optimizer state is in tensors of `torch.from_file`, as one would without offload |
+| copies in update | nothing. As many bytes as "state" moves are read and written meanwhile, without checksums |
+| copies in backward | nothing. As many bytes as "in backward" moves are read and written meanwhile |
+
+While memory is free, the system keeps all pages of mapped files; when it is short, it writes and drops them. So that
+"mapped" does not depend on what else is in memory, pages are written and dropped after each step. They count in its
+memory. The two last kinds show what the copies alone cost, whoever makes them: their memory means nothing.
 
 `update_seconds` are those in `optimizer.step()`; `out_seconds` and `in_seconds` those in which the store wrote and
 read, beside each other and beside computation; `copy_processor_seconds` what copying threads took of the processor.
@@ -18,27 +28,27 @@ read, beside each other and beside computation; `copy_processor_seconds` what co
 from __future__ import annotations
 
 import argparse
-import ctypes
 import hashlib
 import json
-import mmap
-import os
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from state_peers import PEERS, Peer
+
 KINDS: dict[str, dict[str, Any]] = {
     "plain": {},
     "state": {"optimizer_state": True},
     "in backward": {"optimizer_state": True, "step_in_backward": True},
-    "mapped": {},
+    "limited": {"optimizer_state": True, "step_in_backward": True},
+    **{kind: {} for kind in PEERS},
 }
+LIMITS = {"full": "1280MiB", "quick": "8MiB"}
 DETAILS = ("update_seconds", "out_seconds", "in_seconds", "copy_processor_seconds")  # of a step, medians over rounds
 FORMAT = "offload-state/1"
 SIZES = {
@@ -62,42 +72,6 @@ def copy_processor_seconds() -> float:
         if (task / "comm").read_text(encoding="ascii").startswith("offload-lane"):
             found += int((task / "schedstat").read_text(encoding="ascii").split()[0])
     return found / 1e9
-
-
-class MappedState:
-    """AdamW's state in files that are mapped into memory."""
-
-    def __init__(self, optimizer: Any, min_tensor_bytes: int) -> None:
-        import torch
-
-        from offload.options import default_spill_dir
-
-        self._mapped: list[tuple[int, Any]] = []
-        for parameter in (each for group in optimizer.param_groups for each in group["params"]):
-            state = optimizer.state[parameter]
-            state["step"] = torch.tensor(0.0)
-            for name in ("exp_avg", "exp_avg_sq"):
-                state[name] = torch.zeros_like(parameter)
-                if parameter.nbytes >= min_tensor_bytes:
-                    descriptor, path = tempfile.mkstemp(dir=default_spill_dir())
-                    tensor = torch.from_file(path, shared=True, size=parameter.numel(), dtype=parameter.dtype)
-                    Path(path).unlink()
-                    state[name] = tensor.view_as(parameter)
-                    self._mapped.append((descriptor, tensor))
-
-    def drop(self) -> None:
-        """Write all pages and drop them from memory."""
-        madvise = ctypes.CDLL(None, use_errno=True).madvise
-        for descriptor, tensor in self._mapped:
-            os.fsync(descriptor)
-            if madvise(ctypes.c_void_p(tensor.data_ptr()), ctypes.c_size_t(tensor.nbytes), mmap.MADV_DONTNEED):
-                raise OSError(ctypes.get_errno(), "madvise")
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-
-    @property
-    def nbytes(self) -> int:
-        """Of the tensors in files."""
-        return sum(tensor.nbytes for _, tensor in self._mapped)
 
 
 def copy_figures(optimizer: Any) -> dict[str, float]:
@@ -126,9 +100,11 @@ def train(task: dict[str, Any]) -> None:
     model = ByteGPT(shape)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, foreach=False)
     asked = KINDS[task["kind"]]
-    knobs = {"n_tensors": 0, "min_tensor_bytes": task["min_tensor_bytes"], **asked}
+    goal = {"memory_limit": task["limit"]} if task["kind"] == "limited" else {"n_tensors": 0}
+    knobs = {"min_tensor_bytes": task["min_tensor_bytes"], **goal, **asked}
     handle = offload.enable(model, optimizer=optimizer, **knobs) if asked else None
-    mapped = MappedState(optimizer, units.parse_bytes(task["min_tensor_bytes"])) if task["kind"] == "mapped" else None
+    least = units.parse_bytes(task["min_tensor_bytes"])
+    peer = PEERS[task["kind"]](optimizer, least) if task["kind"] in PEERS else Peer()
     generator = torch.Generator().manual_seed(1)
     for _ in sys.stdin:
         begin = time.perf_counter(), time.process_time()
@@ -137,14 +113,17 @@ def train(task: dict[str, Any]) -> None:
         for _ in range(task["steps"]):
             drawn = torch.randint(VOCABULARY, (shape.batch, shape.length + 1), generator=generator)
             logits = model(drawn[:, :-1])
-            functional.cross_entropy(logits.flatten(0, 1), drawn[:, 1:].flatten()).backward()
+            loss = functional.cross_entropy(logits.flatten(0, 1), drawn[:, 1:].flatten())
+            peer.before_backward()
+            loss.backward()
             update_seconds -= time.perf_counter()
+            peer.before_update()
             optimizer.step()
+            peer.after_update()
             update_seconds += time.perf_counter()
             optimizer.zero_grad()
-            if mapped is not None:
-                mapped.drop()
-            del logits
+            del logits, loss
+        peer.drain()
         if handle is not None:
             optimizer.state.engine.drain()
         figures = {
@@ -160,7 +139,7 @@ def train(task: dict[str, Any]) -> None:
         digest.update(parameter.detach().numpy().tobytes())
         for value in optimizer.state[parameter].values():
             digest.update(value.numpy().tobytes())
-    state = handle.report().optimizer_state[0].nbytes if handle is not None else mapped.nbytes if mapped else 0
+    state = handle.report().optimizer_state[0].nbytes if handle is not None else peer.nbytes
     count = sum(parameter.numel() for parameter in model.parameters())
     about = {"digest": digest.hexdigest(), "state_bytes": state, "parameters": count, "malloc": allocator.current()}
     print(json.dumps(about))
@@ -205,17 +184,17 @@ class Contestant:
         return found
 
 
-def measure(tokens: int, size: str, rounds: int, steps: int) -> list[dict[str, Any]]:
-    """One row for each kind."""
+def measure(tokens: int, size: str, kinds: list[str], limit: str, rounds: int, steps: int) -> list[dict[str, Any]]:
+    """One row for each kind, of which the first is plain."""
     from offload.devices import allocator
 
     shape = {**SIZES[size], "batch": max(1, tokens // SIZES[size]["length"])}
     least = "1MiB" if size == "full" else "1KiB"
-    common = {"shape": shape, "steps": steps, "min_tensor_bytes": least}
+    common = {"shape": shape, "steps": steps, "min_tensor_bytes": least, "limit": limit}
     environment = allocator.preload_environment()
-    contestants = {kind: Contestant({**common, "kind": kind}, environment) for kind in KINDS}
+    contestants = {kind: Contestant({**common, "kind": kind}, environment) for kind in kinds}
     try:
-        order = list(KINDS)
+        order = list(kinds)
         for _ in range(SETTLE_ROUNDS + rounds):
             for kind in order:
                 contestants[kind].turn()
@@ -224,7 +203,7 @@ def measure(tokens: int, size: str, rounds: int, steps: int) -> list[dict[str, A
     finally:
         for each in contestants.values():
             each.kill()
-    return [_row(kind, tokens, contestants, ends) for kind in KINDS]
+    return [_row(kind, tokens, contestants, ends) for kind in kinds]
 
 
 def _row(kind: str, tokens: int, contestants: dict[str, Contestant], ends: dict[str, dict[str, Any]]) -> dict[str, Any]:
@@ -261,7 +240,7 @@ def disk_rates(size: str) -> dict[str, float]:
 def line(row: dict[str, Any]) -> str:
     """One row in words."""
     return (
-        f"{row['tokens']:6}  {row['kind']:<11}  {row['peak_bytes'] / 2**20:8.0f}  {row['saved_bytes'] / 2**20:8.0f}  "
+        f"{row['tokens']:6}  {row['kind']:<18}  {row['peak_bytes'] / 2**20:8.0f}  {row['saved_bytes'] / 2**20:8.0f}  "
         f"{row['seconds']:8.2f}  {row['ratio']:5.2f} ({min(row['ratios']):.2f}–{max(row['ratios']):.2f})  "
         f"{row['processor_ratio']:9.2f}  bits {'equal' if row['bits_equal'] else 'DIFFER'}"
     )
@@ -270,6 +249,8 @@ def line(row: dict[str, Any]) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure and print; 1 where weights or states differ."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kinds", nargs="+", choices=[each for each in KINDS if each != "plain"], help="besides plain")
+    parser.add_argument("--limit", help="memory_limit of the kind limited (default: 1280MiB)")
     parser.add_argument("--tokens", type=int, nargs="+", help="per step (default: 256 1024 4096)")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=2, help="of a turn")
@@ -296,10 +277,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(
         "disk: {out:.2f} GB/s written, {into:.2f} read; {out_both:.2f} and {in_both:.2f} together".format(**gigabytes)
     )
+    kinds, limit = ["plain", *(args.kinds or list(KINDS)[1:])], args.limit or LIMITS[size]
+    if results is not None:
+        results.set("limit", limit)
     are_equal = True
-    print("tokens  kind         peak MiB  less MiB  step (s)  ratio               processor")
+    print("tokens  kind                peak MiB  less MiB  step (s)  ratio               processor")
     for tokens in args.tokens or TOKENS[size]:
-        for row in measure(tokens, size, args.rounds, args.steps):
+        for row in measure(tokens, size, kinds, limit, args.rounds, args.steps):
             print(line(row), flush=True)
             are_equal = are_equal and row["bits_equal"]
             if results is not None:

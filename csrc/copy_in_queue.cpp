@@ -38,8 +38,8 @@ void CopyInQueue::push(const SlabRef& slot, Stream compute) {
   slot->compute = compute;
   slot->crc_in = 0;
   slot->issued_bytes = 0;
-  // Normally free_slot releases the extent. Only a test that disables the guard named here (mutants.h) releases it too
-  // early.
+  // free_slot releases the extent. The next line releases it too early, and only in a test: OFFLOAD_BROKEN is false in
+  // normal builds (mutants.h).
   if (!in_slab && OFFLOAD_BROKEN("extent outlives its fill")) parts_.file->release(slot->extent);
 }
 

@@ -1,11 +1,15 @@
 // The store of swapped blocks: swap_out copies bytes out of device memory and returns a Ticket, which swaps them in.
 //
+// Two tiers implement the store. *slab* (slab_tier.h): device → pinned slab → disk. *direct* (direct_tier.h, host
+// driver only): the aligned middle of a block is copied between its own memory and the file; its unaligned ends stay in
+// RAM.
+//
 // Each ticket has a state machine, which ensures the order of its copies and of the computation around them:
 //
 //   slab tier     queued → copying_out → out → copying_in → arriving → ready → released
 //                 with a spill: out → spilling → on_disk → filling → arriving
 //   direct tier   queued → copying_out → on_disk → copying_in → ready → released
-//                 a block without an aligned middle (explained below): queued → out → copying_in → ready
+//                 a block without an aligned middle: queued → out → copying_in → ready
 //
 //   · a copy-out starts after the compute stream has produced the bytes;
 //   · wait_out orders a compute stream after the copy-out: from then on the source may be overwritten or freed;
@@ -13,15 +17,11 @@
 //   · a copy-in starts after everything that was queued on the compute stream at prefetch: so a copy-in never
 //     overwrites memory that this stream still uses;
 //   · swap_in orders the compute stream after the copy-in;
-//   · a slot's memory is reused only after the last copy that uses it has ended.
+//   · the pinned memory or file space of a swapped block is reused only after the last copy that uses it has ended.
 //
 // The last states differ by tier. Slab tier: in `arriving` the copy-in has been issued, and in_event completes when the
 // target has all bytes; in `ready` swap_in has ordered the compute stream after in_event. Direct tier: there is no
 // `arriving`; in `ready` the target has all bytes.
-//
-// Two tiers implement the store. *slab* (slab_tier.h): device → pinned slab → disk. *direct* (direct_tier.h, host
-// driver only): the aligned middle of a block is copied between its own memory and the file; its unaligned ends stay in
-// RAM.
 //
 // Thread safety: every method may be called from any thread. A ticket may be prefetched again only after swap_in, or
 // after its previous copy-in has ended (in_done, settle); either is enough. A Ticket may be destroyed at any time and
@@ -139,10 +139,11 @@ class Ticket {
   // Cancels a copy-out that has not begun. Returns false if it has.
   bool cancel();
   // Queues the copy-in to `target`, which has `bytes` bytes. In the direct tier its address must be congruent to the
-  // source's modulo alignment_bytes. The direct tier holds `owner` until the copy has ended. The slab tier holds it
-  // only until the ticket is prefetched again or destroyed, and neither waits for the copy. So do either only after
-  // in_done() is true or settle() has returned, or keep the target alive until the copy has ended. Throws
-  // std::logic_error if nothing was swapped out, or in the states `filling` and `copying_in`.
+  // source's modulo alignment_bytes. The direct tier holds `owner` until the copy has ended. The slab tier drops
+  // `owner` when the ticket is prefetched again or destroyed, even if the copy still runs. So before the ticket is
+  // prefetched again or destroyed, in_done() must have returned true or settle() must have returned; otherwise the
+  // caller must keep the target alive until the copy has ended. Throws std::logic_error if nothing was swapped out, or
+  // in the states `filling` and `copying_in`.
   void prefetch(void* target, Stream compute, std::shared_ptr<void> owner);
   // Returns whether no copy-in writes to the target any more; true also after a failure.
   bool in_done();
@@ -185,9 +186,9 @@ class SwapStore : public std::enable_shared_from_this<SwapStore> {
   // Starts to record the begin and end of copies; the newest `limit` are kept. 0 stops and clears the record. In the
   // record, "out" and "in" are copies from and to the device, "spill" and "fill" are copies from slab to file and back.
   void record_copies(size_t limit);
-  // Returns the recorded copies that have ended, each once. If reading their times fails, throws, and the next call
-  // returns them. About every 10 seconds, also measures the device's clock again (Anchor); if that fails, throws, and
-  // the copies of this call are lost.
+  // Returns the recorded copies that have ended, each once. Throws if their times cannot be read; no copy is lost then:
+  // the next call returns them. About every 10 seconds, this method also measures the device's clock again (Anchor). It
+  // throws if this measurement fails; the copies that this call would have returned are then lost.
   std::vector<CopyEntry> take_copies();
   // Returns whether swap_out never waits, and prefetch waits only if the copy-out has not ended.
   virtual bool only_queues() const { return false; }

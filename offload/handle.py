@@ -246,8 +246,8 @@ class Session:
         model = self._model()
         if self._states.steps_in_backward:
             raise StepInBackwardError(
-                "clip_grad_norm_ needs all gradients at once, and with step_in_backward=True each is used and freed in "
-                "backward: enable without step_in_backward, or clip each gradient by itself in a hook of its "
+                "clip_grad_norm_ needs all gradients at once, but with step_in_backward=True each is used and freed in "
+                "backward: call enable without step_in_backward, or clip each gradient by itself in a hook of its "
                 "parameter, parameter.register_hook(lambda gradient: gradient.clamp(-1, 1))"
             )
         parameters = list(model.parameters()) if model is not None else []

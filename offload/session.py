@@ -184,7 +184,8 @@ def materialize(
         As in `enable`; with ``False`` the whole model is in memory.
     **options
         The other arguments of `enable`, by name, except those about the optimizer: `optimizer`, `optimizer_state`,
-        `step_in_backward` and `gradients`. With `memory_limit`, optimizer state is moved as by ``"auto"``.
+        `step_in_backward` and `gradients`. With `memory_limit`, optimizer state is moved as with
+        ``optimizer_state="auto"``.
 
     Returns
     -------
@@ -216,11 +217,12 @@ def materialize(
         name = min(unknown)
         if name in _OF_OPTIMIZER:
             raise ValueError(
-                f"materialize takes no {name}: create the optimizer after it, and give it to handle.add_optimizer"
+                f"materialize takes no {name}: create the optimizer after this call, and pass it to "
+                "handle.add_optimizer"
             )
         raise ValueError(
-            f"materialize has no argument {name}; it takes weights, device, parameters and those of enable, except "
-            "those about the optimizer"
+            f"materialize has no argument {name}; it takes weights, device, parameters, and the arguments of enable "
+            "that are not about the optimizer"
         )
     asked = {name: options.get(name, row.default) for name, row in known.items() if name not in taken}
     check_parameters(parameters)
@@ -251,7 +253,8 @@ def _enable(
     limit, least = options.memory_limit, options.min_tensor_bytes
     moved = which_move(model, parameters, limit, min_nbytes=least, keeps_gradients=keeps_gradients)
     engine = make_engine(device, options)
-    # `offload plan` and `offload fit` listen to profiles. Steps then follow no plan, so no plan can move state.
+    # A profile listener is set while `offload plan` or `offload fit` runs a script until its first steps are profiled.
+    # These commands make their own plans from the profile. The session then moves no state for ``"auto"``.
     is_asked = optimizer_state == "auto" and not in_backward
     is_planned = is_asked and options.memory_limit is not None and registry.profile_listener() is None
     moves_state = optimizer_state is True or is_planned

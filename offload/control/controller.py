@@ -54,7 +54,7 @@ class PlanController:
     on_recorded
         Called with the recorded packs and unpacks of each profiled step.
     measure_link
-        Measures the speed of copies. The argument limits the device memory that this uses, in bytes; None: no limit.
+        Measures the speed of copies. Its argument limits the device memory that it uses, in bytes; None: no limit.
         Called after each profiled step until the speed of the engine's own copies is known.
     held
         Returns the bytes of model, gradients and optimizers on the device before a step.
@@ -293,7 +293,7 @@ class PlanController:
         if larger.plan is None or (limit_bytes is not None and larger.exceeds(limit_bytes, held())):
             try:
                 self._plan(larger, held())
-            except InfeasibleLimitError:  # for the larger inputs; a plan for this step's inputs may keep the limit
+            except InfeasibleLimitError:  # the larger step has no plan within the limit; this step may have one
                 if self.regions.are_given_up(None):
                     return self._record_anew(state, signature, model, held())
                 return self._record(state, model, held())
@@ -355,7 +355,7 @@ class PlanController:
         before = state.planned.incomplete_profiles if state.planned is not None else 0
         incomplete = 0 if profile.knows_temporaries else before + 1
         held = profile.held
-        if self._on_profile is not None:  # the listener gets `held` now; `_plan` updates it only later
+        if self._on_profile is not None:  # the listener is called before `_plan` can update `held`
             held = most(held, self._held_before(signature))
         planned = PlannedStep(self._limits, profile, link, held, signature, incomplete)
         self._latest = state.planned = planned

@@ -85,7 +85,7 @@ class AwayGradient(Tensor):
             return tensor
 
         declared = func._schema.arguments
-        changes = {each.name: each.alias_info is not None for each in declared}  # or returns a view
+        changes = {each.name: each.alias_info is not None for each in declared}  # also if it returns a view
         given = [
             tree_map_only(cls, true_and_kept if about.alias_info is not None else true, each)
             for about, each in zip(declared, args, strict=False)
@@ -162,6 +162,6 @@ choose_foreach_for(AwayGradient)
 
 
 def record_of(param: Tensor) -> StoredGradient | None:
-    """Return the record of a parameter's gradient that may be away; None if the gradient is in memory."""
+    """Return the record of a parameter's gradient; None if the parameter's `grad` is not an `AwayGradient`."""
     gradient = param.grad
     return gradient.record if isinstance(gradient, AwayGradient) else None

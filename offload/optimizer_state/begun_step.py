@@ -24,7 +24,7 @@ _IDENTITY = "identity"
 
 
 class Updated(NamedTuple):
-    """A parameter after its update: what replaces its gradient, its version, and its state in the optimizer."""
+    """A parameter after its update: the object in place of its gradient; its version; its state in the optimizer."""
 
     freed: FreedGradient
     version: int
@@ -42,7 +42,7 @@ class BegunStep:
     Attributes
     ----------
     updated
-        Maps each updated parameter to what it was after its update; to None if the update was interrupted.
+        Maps each updated parameter to its `Updated`; to None if the update was interrupted.
     freed_bytes
         Bytes of the gradients that were freed.
     """
@@ -111,7 +111,7 @@ class BegunStep:
             )
         if _in_autocast(optimizer) != self._in_autocast:
             raise StepInBackwardError(
-                "backward and optimizer.step() were called one inside and one outside of torch.autocast, and "
+                "one of backward and optimizer.step() ran inside torch.autocast and the other outside of it; "
                 "parameters are updated in backward (step_in_backward=True): call both outside of it"
             )
         group_of = {param: n for n, group in enumerate(optimizer.param_groups) for param in group["params"]}
@@ -141,12 +141,12 @@ class BegunStep:
         if group != self._step.group_of(param) or _state_of(optimizer, param) is not made.state:
             raise StepInBackwardError(
                 f"the group or the state of parameter {name_of(param)} in its optimizer was replaced between backward "
-                "and optimizer.step(), and it was updated in backward (step_in_backward=True): do so after "
-                "optimizer.step()"
+                "and optimizer.step(), and it was updated in backward (step_in_backward=True): replace it "
+                "after optimizer.step()"
             )
 
     def end(self) -> None:
-        """Store the counters that the step has changed in the optimizer."""
+        """Write the counters that the step has changed back to the optimizer."""
         self._step.end()
 
 
@@ -167,7 +167,10 @@ def _mark(value: Any) -> Any:
 
 
 def _own(optimizer: Optimizer) -> dict[str, Any]:
-    """Return the attributes of an optimizer that is not one of torch's. Torch's optimizers step without attributes."""
+    """Return what later shows whether an attribute of the optimizer has changed.
+
+    Empty for torch's optimizers: their steps use no attributes, except those that a `GradScaler` sets.
+    """
     own = {} if is_known(optimizer) else vars(optimizer)
     shared = {"defaults", "param_groups", "state", "step"}
     return _remembered({name: value for name, value in own.items() if name not in shared and name[0] != "_"})

@@ -28,7 +28,8 @@ _KNOWN = frozenset(
 )
 
 _STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-# Attributes that are no counters of a step. To keep the hooks would also make a reference cycle with `ChunkedStep`.
+# Attributes that are not counters of a step. If a `ChunkedStep` kept the hooks, there would be a reference cycle,
+# because a hook may hold the `ChunkedStep`.
 _NO_COUNTERS = frozenset(
     {
         "param_groups",

@@ -1,6 +1,7 @@
 """Hooks on an optimizer's parameters, which run as soon as a gradient is complete.
 
-`StepInBackward` updates the parameter then, `GradientMover` has the gradient leave.
+`StepInBackward` then updates the parameter. `GradientMover` moves the gradient out when the next one is complete too,
+or at the end of backward.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class CompleteGradients(Generic[Owner]):
         self._hooked: list[tuple[weakref.ref[Tensor], RemovableHandle]] = []
 
     def watch(self, optimizer: Optimizer) -> None:
-        """Hook the parameters that are trained and that no hook is on yet."""
+        """Add the hook to each trained parameter that does not have it yet."""
         self._hooked = [each for each in self._hooked if each[0]() is not None]
         known = {id(reference()) for reference, _ in self._hooked}
         for group in optimizer.param_groups:

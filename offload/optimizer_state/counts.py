@@ -1,4 +1,4 @@
-"""What has been moved of one optimizer's state, and of its parameters' gradients, for the report."""
+"""Counts for the report: how much of one optimizer's state, and of its parameters' gradients, has been moved."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class _MovedCounts:
 
 @dataclass
 class StateCounts(_MovedCounts):
-    """What has been moved of one optimizer's state.
+    """How much of one optimizer's state has been moved.
 
     Attributes
     ----------
@@ -87,7 +87,7 @@ class StateCounts(_MovedCounts):
 
 @dataclass
 class GradientCounts(_MovedCounts):
-    """What has been moved of the gradients of one optimizer's parameters.
+    """How many gradients of one optimizer's parameters have been moved, and how many bytes.
 
     Attributes
     ----------
@@ -98,8 +98,8 @@ class GradientCounts(_MovedCounts):
     steps : int
         Steps of the optimizer.
     tensors, nbytes : int
-        Gradients that were away when the latest step began, or that stayed only because a copy-out of them had not
-        ended yet, and their bytes.
+        Gradients that were away when the latest step began, and their bytes. A gradient counts too if it was in memory
+        only because the copy-out of its former bytes had not ended.
     out_bytes, in_bytes : int
         Bytes moved so far, in each direction.
     held : int
@@ -108,7 +108,7 @@ class GradientCounts(_MovedCounts):
         How often a gradient came back because the program changed it or took a view of it before the step.
         `brought_by` is the latest operator.
     failed : int
-        How often a gradient stayed because there was no room; `failure` is the latest error.
+        How often a gradient stayed because its copy-out could not start; `failure` is the latest error.
     """
 
     brought: int = 0
@@ -122,7 +122,8 @@ class GradientCounts(_MovedCounts):
     def notes(self) -> Iterator[str]:
         """Yield notes for the user."""
         if self.failed:
-            yield f"gradients stayed in memory {self.failed} times because there was no room: {self.failure}"
+            times = f"gradients stayed in memory {self.failed} times"
+            yield f"{times} because their copy-out could not start: {self.failure}"
         if self.held:
             yield f"gradients stayed in memory {self.held} times because other code held them, or views of them"
         if self.brought:

@@ -1,6 +1,6 @@
 """The reasons for which an optimizer's step cannot be divided into steps for a few parameters each.
 
-`StateMover` asks for each step. `StepInBackward` asks once at the beginning, and for each step.
+`StateMover` checks them at each step. `in_backward.py` checks them when the optimizer is given, and at each step.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def why_its_kind_is_not_divided(optimizer: Optimizer) -> str:
     if isinstance(optimizer, LBFGS):
         return "LBFGS uses the state of all parameters at once, several times per step"
     if any(group.get("capturable") for group in optimizer.param_groups):
-        return "a capturable step may run in a CUDA graph, which uses the state where it was"
+        return "a capturable step may run in a CUDA graph, which uses the state at the addresses of the capture"
     if steps_through_hooks(optimizer):
         return "its step calls the step of a base class, whose hooks would run within it"
     return ""

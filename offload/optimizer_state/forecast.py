@@ -1,4 +1,7 @@
-"""Forecasts how much of an optimizer's state would stay in memory if it were moved. `offload fit` asks for it."""
+"""Forecasts which state of an optimizer would leave memory, and how much of it would be in memory during a step.
+
+`offload fit` uses the forecast.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +55,7 @@ class StateForecast:
 
 
 def still_written(chunks: Iterable[Chunk]) -> int:
-    """Return the most bytes of moved state that may still be being written when the last of these chunks has left.
+    """Return the most bytes whose copy-outs may be under way when the copy-out of the last of these chunks has begun.
 
     `WriteBehind` waits for the oldest copy-outs, and never for the newest.
     """

@@ -26,7 +26,7 @@ _ADDED_TO = (
     "backward passes, and reentrant checkpoints that share a parameter need step_in_backward=False"
 )
 _ZEROED = (
-    "zero_grad(set_to_none=False) keeps gradients as zeros, and with step_in_backward=True there is none to be kept: "
+    "zero_grad(set_to_none=False) keeps gradients as zeros, but with step_in_backward=True they are already freed: "
     "call zero_grad()"
 )
 

@@ -91,7 +91,7 @@ class GradientMover:
         optimizer = self._optimizer()
         if optimizer is not None:
             gradients_in_step.bring_back(each for group in optimizer.param_groups for each in group["params"])
-        # Cleared before the hooks are removed: if an interrupt leaves some hooks in place, they add no new hooks.
+        # Set before the hooks are removed: a hook that an interrupt leaves in place then adds no new hooks.
         self._is_open = False
         for hook in self._hooks:
             hook.remove()

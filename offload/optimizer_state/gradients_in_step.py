@@ -1,4 +1,4 @@
-"""Brings gradients that are away into memory during an optimizer's step, each with its chunk of parameters.
+"""During an optimizer's step, brings gradients back into memory, each with its chunk of parameters.
 
 `StateMover` uses these functions in its steps. They do nothing for gradients that are in memory.
 """

@@ -152,7 +152,7 @@ class StepInBackward:
         self._gradients.remove()
         if self._begun is not None:
             count = len(self._begun.updated)
-            log.warning("%d parameters were updated in backward, and optimizer.step() was not called after it", count)
+            log.warning("%d parameters were updated in backward, but optimizer.step() was not called afterwards", count)
         optimizer = self._optimizer()
         if optimizer is not None:
             leave_gradients(optimizer, self._begun, self._name_of)
@@ -171,7 +171,7 @@ class StepInBackward:
         if not begun.steps(param):
             return
         self._check_first(begun, param)
-        with apart(), updating([param]):  # a parameter that cannot be read raises before its update begins
+        with apart(), updating([param]):  # raises before the update if the parameter cannot be read
             if self._state is None:
                 begun.update(optimizer, param)
                 return
@@ -268,7 +268,7 @@ class StepInBackward:
             self._gradients.watch(optimizer)
 
     def _after_load_state_dict(self, optimizer: Optimizer) -> None:
-        """Forget which parameters backward has updated: the checkpoint replaces them, even after a failed backward."""
+        """Forget the updates made in backward: a loaded checkpoint begins a new step, even after a failed backward."""
         self._forget()
         if self._is_open:
             self._gradients.watch(optimizer)

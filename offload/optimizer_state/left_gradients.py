@@ -52,7 +52,7 @@ def leave_gradients(optimizer: Optimizer, begun: BegunStep | None, name_of: Call
     for gone in left:
         gone.is_left = True
     hook = _hook_of(optimizer)
-    if hook is None:  # the hook stays for good: torch may be iterating over its hooks when it is no longer needed
+    if hook is None:  # never removed: when the hook is no longer needed, torch may be iterating over the hooks
         hook = _LeftGradients(name_of)
         optimizer.register_step_pre_hook(hook)
     hook.begun, hook.is_over = begun, False
@@ -86,7 +86,7 @@ class _LeftGradients:
             return
         begun = self.begun
         is_left = any(gone is not None and gone.is_left for gone in map(_gone, _params(optimizer)))
-        if not is_left and (begun is None or not begun.has_interrupted_gradient):  # a new step
+        if not is_left and (begun is None or not begun.has_interrupted_gradient):  # the gradients are gone: a new step
             if begun is not None:
                 begun.end()
         elif begun is not None:

@@ -35,12 +35,11 @@ __all__ = ["StateMover", "why_it_stays"]
 
 log = logging.getLogger("offload")
 
-# Limits on the bytes of state in memory during a step: of a chunk (parameters that are updated together), of copy-ins
-# (also of gradients) that were started for later chunks, and of copy-outs that have not ended. The state of a single
-# parameter may exceed them, and the copy-ins of the next chunk are always started.
-CHUNK_BYTES = 32 << 20
-AHEAD_BYTES = 64 << 20
-BEHIND_BYTES = 64 << 20
+# Limits on the bytes of state in memory during a step. The state of a single parameter may exceed each of them, and the
+# copy-ins of the next chunk are always started.
+CHUNK_BYTES = 32 << 20  # a chunk: parameters that are updated together
+AHEAD_BYTES = 64 << 20  # copy-ins, also of gradients, that were started for later chunks
+BEHIND_BYTES = 64 << 20  # copy-outs that have not ended
 
 STAYS_BY_PLAN = "steps stay within memory_limit without swapping out this state"
 
@@ -115,7 +114,7 @@ class StateMover:
             ]
         self._hooks.append(optimizer.register_load_state_dict_post_hook(self._after_load_state_dict, prepend=True))
         self.counts.stays = STAYS_BY_PLAN if self.share.is_empty else ""
-        self._after_load_state_dict(optimizer)  # moves out copies: the caller may still hold tensors that were loaded
+        self._after_load_state_dict(optimizer)  # moves out copies: the program may hold tensors of a loaded checkpoint
         self.look()
 
     def close(self) -> None:
@@ -194,11 +193,11 @@ class StateMover:
         self.limit_writing()
 
     def limit_writing(self) -> None:
-        """Wait for the oldest copy-outs, until at most `BEHIND_BYTES` or only the latest copy-out is being written."""
+        """Wait for the oldest copy-outs until the others take at most `BEHIND_BYTES`, or only the latest is left."""
         self._behind.wait(self.engine, BEHIND_BYTES)
 
     def _leave_all(self, state: StreamedState) -> None:
-        """Move out all state that should leave memory and is still there.
+        """Move out all state that should leave and is still in memory.
 
         After a step in chunks, this is state that the step did not use, or that the program has read.
         """
@@ -248,8 +247,8 @@ class StateMover:
                 untraced(self._step_now, optimizer, step)
             return loss
 
-        # Torch's step function calls this closure after all pre-hooks. So a pre-hook registered later can still change
-        # gradients.
+        # The class's step function gets a stand-in without parameters, so that it only calls the closure. It does so
+        # after all pre-hooks: a pre-hook registered later can still change gradients.
         return (stepping_nothing(optimizer),), {"closure": opaque(step_in_chunks)}
 
     def _why_whole(
@@ -293,7 +292,7 @@ class StateMover:
         self.counts.in_bytes += self._known.fetch(param)
 
     def leave(self, param: Tensor, need: int) -> None:
-        """Start the copy-outs of a parameter's state. `need`: number of parameters whose state is needed earlier."""
+        """Start the copy-outs of a parameter's state. `need`: its place in the order in which state is needed again."""
         self._leave(self._known, param, need)
 
     def abandon(self, param: Tensor) -> None:

@@ -81,8 +81,8 @@ class StateMovers:
     gradient_counts
         Counts for each optimizer whose gradients may leave.
     has_room
-        Returns whether a number of bytes fits into memory beside the recorded step. If an optimizer's state fits, it
-        stays until there is a plan.
+        Returns whether a number of bytes fits within the memory limit, in addition to the peak of the profiled step
+        without swapping. Asked for optimizers that were not given: if the state fits, it stays until there is a plan.
     passes
         Counts the forward passes of the model.
 
@@ -134,7 +134,8 @@ class StateMovers:
         Raises
         ------
         ValueError
-            An optimizer has been given before, here or to another model, or it cannot step in backward.
+            An enabled model already uses an optimizer, or it cannot step in backward. An optimizer of this model may
+            be given again if a plan chose which of its state moves.
         """
         # Movers whose state a plan chooses, or that do not move all state. Their optimizers may be passed here again.
         planned = [mover for mover in self._alive() if self.is_planned or mover.share.moved is not None]
@@ -144,7 +145,7 @@ class StateMovers:
         self.is_planned = False
         for mover in known:
             if not (in_backward or moves_gradients):
-                mover.follow(None if moves_state else frozenset())  # if not, it comes back at the next step
+                mover.follow(None if moves_state else frozenset())  # frozenset(): state comes back at the next step
                 continue
             optimizer = mover.optimizer
             mover.close()

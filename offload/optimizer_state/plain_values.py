@@ -1,6 +1,7 @@
 """Values that can be copied and compared: numbers, strings, small tensors, and containers of these.
 
-The trial of an optimizer (`separable`, `surroundings`) compares two runs by them.
+The trial of an optimizer (`separable`, `surroundings`) compares these values of two runs. `BegunStep` uses them to see
+whether an option has changed.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Tries whether an optimizer that is not one of torch's gives the same bits if it steps a few parameters at a time.
 
-`StateMover` asks before the first step. A tiny copy of the optimizer is stepped as a whole and in chunks.
+`StateMover` does this at its first step; with `step_in_backward=True` it is done when the optimizer is given. A tiny
+copy of the optimizer is stepped as a whole and in chunks.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ log = logging.getLogger("offload")
 
 PARAMS_MAX = 3  # for each group and each number of dimensions
 LENGTH_MAX = 12  # of each dimension
-# Tiny and large gradients: an optimizer may compare the norm of all gradients with a bound, and take both branches.
+# Tiny and large gradients: if an optimizer compares the norm of all gradients with a bound, both branches are tried.
 SCALES = (1.0, 1e-4, 1e4, 1.0, 1e-8, 1e2)
 
 Step = Callable[..., Any]
@@ -43,8 +44,8 @@ def is_separable(optimizer: Optimizer, step: Step, *, in_any_order: bool = False
     Parameters
     ----------
     in_any_order
-        Whether the bits must also be the same if the parameters are updated in reverse order, as in backward. They are
-        not if each update draws random numbers.
+        Whether the bits must also be the same if the parameters are updated in reverse order, as in backward. The
+        bits differ, for example, if each update draws random numbers.
     """
     try:
         around = Surroundings(optimizer, step)
@@ -157,5 +158,6 @@ def _everything(optimizer: Optimizer) -> list[Any]:
     other = {key: value for key, value in optimizer.state.items() if not isinstance(key, Tensor)}
     states = [optimizer.state.get(param) for param in params]
     values = [value for state in states for value in (state or {}).values()]
-    which = [next(n for n, each in enumerate(values) if each is value) for value in values]  # one tensor in two places
+    # For each value, the first index of the same object: shows whether one tensor is in two places.
+    which = [next(n for n, each in enumerate(values) if each is value) for value in values]
     return [params, states, which, other, options, own]

@@ -44,7 +44,8 @@ class Share:
     engine
         Measures times on its device.
     passes
-        Forward passes of the model. Those since the latest update count for this optimizer's first update.
+        Forward passes of the model. Those since the latest update by any of its optimizers count for this optimizer's
+        first update.
 
     Attributes
     ----------
@@ -99,7 +100,10 @@ class Share:
         self._mark(chunk, begin)
 
     def seconds_of(self, parameters: Sequence[Tensor]) -> float:
-        """Return the shortest time so far of these parameters' update, without waits; 0 if it is not known."""
+        """Return the sum of these parameters' shortest update times so far; 0 if none is known.
+
+        The times do not include waiting for state and gradients.
+        """
         self._read()
         return sum(self._seconds.get(id(parameter), 0.0) for parameter in parameters)
 

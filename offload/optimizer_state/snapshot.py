@@ -19,7 +19,7 @@ from offload.options import FREE_DISK_BYTES_MIN, free_disk_bytes, is_in_memory
 
 __all__ = ["Snapshot"]
 
-_ALIGNMENT = 64  # of a tensor's first byte, as of memory from torch's own allocator
+_ALIGNMENT = 64  # of a tensor's first byte; memory from torch's own allocator has the same alignment
 
 
 class Snapshot:
@@ -73,7 +73,7 @@ class Snapshot:
         like = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
         self._places.append((state, name, like, self._used))
         self._used += self.space_for(tensor.nbytes)
-        state[name] = None  # its place in the order; the tensor may be freed
+        state[name] = None  # keeps the order of names until `end`; the tensor may be freed
 
     def _write(self, tensor: Tensor) -> None:
         with torch.no_grad(), torch.device("cpu"):
@@ -98,7 +98,10 @@ class Snapshot:
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """Return whether the elements fill one piece of memory, each once, in some order of the dimensions, as they are."""
+    """Return whether memory holds the values as they are, without gaps or overlaps, in any order of the dimensions.
+
+    False for a lazily conjugated or negated view: its memory holds other values.
+    """
     if tensor.is_conj() or tensor.is_neg():
         return False
     expected = 1

@@ -35,8 +35,8 @@ def is_movable(value: object, device: torch.device, min_nbytes: int) -> bool:
 class StateTensor:
     """A tensor in memory, or in the store.
 
-    A tensor that has left is away until `bring` succeeds. The state of the store's ticket does not show whether it is:
-    after a failed read, that state is the same as before the read.
+    A tensor that has left is away until `bring` succeeds. The store's ticket, which orders the copies of these bytes,
+    does not show whether the tensor is away: after a failed read, the ticket has the same state as before the read.
     """
 
     __slots__ = ("_is_coming", "_shape", "_stored", "_stride", "name", "nbytes", "tensor")
@@ -83,7 +83,7 @@ class StateTensor:
     def bring(self) -> None:
         """Bring the bytes into memory. Raises OSError if they cannot be read; the tensor is then still away."""
         if self._stored is not None:
-            if self.tensor.device.type != "cpu":  # else a copy-out could still read what the update will write
+            if self.tensor.device.type != "cpu":  # a copy-out may still read the memory that the update will write
                 self._stored.wait_copied_out()
             self.tensor.data = self._filled(self._stored)
             self._stored = None

@@ -1,4 +1,4 @@
-"""One parameter's gradient, in memory or in the store. The parameter's `grad` is then an `AwayGradient`.
+"""The record of one parameter's gradient, which is in memory or in the store. An `AwayGradient` holds the record.
 
 `GradientMover` moves the gradient out; `AwayGradient` and the optimizer's step bring it back.
 """
@@ -25,7 +25,10 @@ _SCALES_MAX = 8
 
 
 class GradientError(_core.SpillError):
-    """A gradient could not be read back: repeat the step from `zero_grad()`. `parameter` is a parameter's name."""
+    """A gradient could not be read back: repeat the step from `zero_grad()`.
+
+    `parameter` is a parameter's name; empty if the parameter is gone.
+    """
 
     parameter: str
 
@@ -64,8 +67,8 @@ class StoredGradient:
     tensor
         The gradient in memory; None while it is away.
     is_delayed
-        Whether the gradient was read back before its copy-out ended, which still uses the same memory: so it has to
-        stay in memory until then.
+        Whether the gradient was read back before its copy-out ended. It stays in memory until the copy-out ends,
+        because the copy-out still uses that memory.
     """
 
     def __init__(self, tensor: Tensor, place: GradientPlace) -> None:
@@ -167,7 +170,7 @@ class StoredGradient:
         return True
 
     def norm(self, order: float, param: Tensor | None) -> Tensor:
-        """Return the gradient's norm as `torch.linalg.vector_norm` does. It may have been computed before it left."""
+        """Return the gradient's norm as `torch.linalg.vector_norm` does; the norm computed before it left, if any."""
         self.place.asked.add(order)
         known = self._norms.get(order) if self._stored is not None and not self._scales else None
         return known.clone() if known is not None else torch.linalg.vector_norm(self.read(param), order)
@@ -177,10 +180,11 @@ class StoredGradient:
         try:
             storage, begin = stored.swap_in()
         except _core.SpillError as error:
-            name = self.place.name_of(param) if param is not None else "of a model that is gone"
+            name = self.place.name_of(param) if param is not None else ""
+            owner = f"parameter {name}" if param is not None else "a parameter that no longer exists"
             told = GradientError(
                 error.errno,
-                f"the gradient of parameter {name} cannot be read back; call zero_grad() and repeat the step, or load "
+                f"the gradient of {owner} cannot be read back; call zero_grad() and repeat the step, or load "
                 f"the latest checkpoint if the optimizer was stepping: {error.strerror}",
                 error.filename,
             )

@@ -25,7 +25,8 @@ __all__ = ["OptimizerStateError", "StreamedState", "would_leave"]
 
 State = dict[Any, Any]
 
-# Backward does not read state, so state goes to disk before any saved tensor does.
+# Spill priority. State goes to disk before any saved tensor does, because backward reads no state, except for the
+# updates of `StepInBackward`.
 SPILL_FIRST = 1 << 40
 
 # If the program has read or set more state than this, the oldest of it leaves, unless the program still holds it.
@@ -235,9 +236,9 @@ class StreamedState(defaultdict[Any, State]):
         Parameters
         ----------
         is_snapshot
-            Whether the copies of moved tensors should take no memory of the device. On an accelerator, these copies are
-            in host memory. On the CPU, they are in a file, with the copies of other tensors that could move; if there
-            can be no file, all copies are in memory.
+            Where the copies of moved tensors are. If False, in the device's memory. If True, they are in host memory on
+            an accelerator, and in a file on the CPU, with the copies of other tensors that could move; if there can be
+            no file, all copies are in memory.
         """
         snapshot = self._snapshot() if is_snapshot and not self.engine.is_accelerator else None
         with closing(snapshot) if snapshot is not None else nullcontext():
@@ -270,7 +271,10 @@ class StreamedState(defaultdict[Any, State]):
         return result
 
     def _movable_once(self) -> dict[int, int]:
-        """Return the bytes of the tensors that could move but have not left, by identity, if they are in one place."""
+        """Return the bytes of each tensor that could move and has not left, by identity.
+
+        A tensor that is in several places of the state is left out.
+        """
         states = [state for state in dict.values(self) if isinstance(state, dict)]
         places = Counter(id(value) for state in states for value in state.values())
         values = {id(value): value for state in states for value in state.values() if places[id(value)] == 1}

@@ -1,4 +1,4 @@
-"""Which parameters of a model are to leave memory while no module uses them, if the caller leaves the choice."""
+"""Chooses, with `parameters="auto"`, which parameters of a model leave memory while no module uses them."""
 
 from __future__ import annotations
 

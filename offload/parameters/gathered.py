@@ -1,4 +1,4 @@
-"""Keeps moved parameters in memory during a call: of a module, its own; of compiled code, those of all its parts."""
+"""Keeps moved parameters in memory during a call: a module's own parameters, or all those within a compiled module."""
 
 from __future__ import annotations
 

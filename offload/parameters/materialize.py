@@ -1,6 +1,7 @@
-"""Reads the values of a model on the meta device, tensor by tensor. A parameter that is to leave memory leaves at once.
+"""Reads the values of a model on the meta device, tensor by tensor. `offload.materialize` uses it.
 
-So the whole model is never in memory at once. `offload.materialize` uses it.
+A parameter that is to leave memory leaves before the next tensor is read. So memory need not hold all of these
+parameters at the same time.
 """
 
 from __future__ import annotations
@@ -65,8 +66,8 @@ class Fill:
                 self._rows.append((each, entry))
         if missing:
             raise ValueError(
-                f"{_named(missing)}: on the meta device, but not among the weights. Give all files. What the model "
-                "computes itself, such as buffers that are not saved, must be built outside of torch.device('meta')"
+                f"{_named(missing)}: on the meta device, but not in the given files. Give all files. Tensors that the "
+                "model computes, such as buffers that are not saved, must be built outside of torch.device('meta')"
             )
         known = {name for name, _ in _named_tensors(model)}
         if unknown := [name for name in entries if name not in known]:

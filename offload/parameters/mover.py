@@ -53,7 +53,7 @@ class ParameterCounts:
     passes : int
         Forwards of the model. A pass lasts until the next one begins.
     in_bytes, out_bytes : int
-        Bytes read so far, and bytes written so far without the first copy of each parameter.
+        Bytes read so far, and bytes written so far. The first copy of each parameter does not count as written.
     rewritten : int
         How often a parameter was written again, after an update or a change by the program.
     held : int
@@ -310,7 +310,7 @@ class ParameterMover:
     def bytes_away_min(self) -> int:
         """Return a lower bound on the bytes of moved parameters that are away while the model runs.
 
-        It leaves out that the program may have brought parameters back, such as for `state_dict()`.
+        Parameters that the program has brought back, such as for `state_dict()`, are not taken into account.
         """
         self.look()
         return max(0, self.counts.nbytes - self._largest_bytes - self.bytes_copied_max())

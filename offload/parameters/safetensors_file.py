@@ -78,7 +78,7 @@ def read_entries(weights: str | os.PathLike[str] | Iterable[str | os.PathLike[st
 
 
 def _read_header(path: Path) -> Iterable[tuple[str, Entry]]:
-    wrong = f"{path} is not a safetensors file, or not all of it is there"
+    wrong = f"{path} is not a safetensors file, or is incomplete"
     with path.open("rb") as file:
         nbytes = os.fstat(file.fileno()).st_size
         length = file.read(8)

@@ -38,7 +38,7 @@ class SavedParameter:
         like = record.content.layout if record.is_away_in(tensor) else alias_of(tensor)
         self._parameter = parameter
         self._record = record
-        self._content, self._epoch = record.content, record.epoch  # of now: the program may replace the memory later
+        self._content, self._epoch = record.content, record.epoch  # now: the program may replace the memory later
         self._dtype, self._size = like.dtype, like.shape
         self._stride, self._offset = like.stride(), int(like.storage_offset())
         self._saved_version = version_of_object(tensor)

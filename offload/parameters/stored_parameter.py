@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 
 __all__ = ["StoredParameter"]
 
-# Spill priority: blocks with a larger priority go to disk sooner. It exceeds that of saved tensors, because only few
-# parameters are needed at a time.
+# Spill priority: blocks with a larger priority go to disk sooner. Parameters have a larger one than saved tensors,
+# because at any time only few of them are needed soon.
 SPILL_FIRST = 1 << 39
 
 
@@ -143,9 +143,9 @@ class StoredParameter:
     def _present(self, parameter: nn.Parameter) -> Tensor | None:
         """Return a tensor that holds the parameter's memory; None if the parameter is away.
 
-        A signal handler may run at any point of the loop. If it changed the parameter and moved it out again,
-        `self.content` has been replaced, and `held` may still be the old placeholder, which `is_away_in` does not
-        recognize. Then `held` is made again.
+        A signal handler may run at any point of the loop. It may change the parameter and move it out again, which
+        replaces `self.content`. Then `held` may be the old placeholder, which `is_away_in` does not recognize, so
+        `held` is made again.
         """
         while True:
             content = self.content

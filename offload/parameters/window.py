@@ -33,8 +33,8 @@ class Window:
     Parameters
     ----------
     ahead_bytes_max
-        Limit for the parameters that are read ahead. The same limit holds for the parameters in memory after code other
-        than a module has used one.
+        Limit on the bytes of the parameters that are read ahead. Also, after a torch function or backward has used a
+        parameter, parameters without users leave until at most this many bytes of parameters are in memory.
     moves_trained
         Whether trained parameters leave too.
 
@@ -44,7 +44,7 @@ class Window:
         The records by the identity of the parameter's storage in memory, and by the identity of its placeholder's
         storage.
     in_bytes, out_bytes
-        Bytes read so far, and bytes written so far without the first copy of each parameter.
+        Bytes read so far, and bytes written so far. The first copy of each parameter does not count as written.
     rewritten
         How often a parameter was stored again, after an update or a change by the program.
     refused
@@ -107,7 +107,7 @@ class Window:
         self.settle(nbytes_max=self.ahead.nbytes_max)
 
     def updated(self, parameter: nn.Parameter, record: StoredParameter) -> None:
-        """Move a parameter out after an optimizer may have changed it, even without a change of its version counter."""
+        """Move a parameter out after an optimizer may have changed it. Its version counter need not show the change."""
         with self.lock:
             if record.is_away_in(parameter):  # it could not be read, so it was not updated
                 return
@@ -131,7 +131,7 @@ class Window:
             del held
 
     def begin_pass(self) -> None:
-        """Begin a forward of the model. This thread uses no parameter yet, so its users are left from an interrupt."""
+        """Begin a forward of the model. Users of this thread are left over from an interrupt, so their use is ended."""
         with self.lock:
             for record, _ in self.in_memory():
                 for user, thread in list(record.users.items()):

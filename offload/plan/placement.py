@@ -128,8 +128,8 @@ class Step:
         seconds : list of float
             The time of each node.
         more_bytes : sequence of int
-            Per node, the change of `unswapped_bytes`: minus the recomputed tensors that are not in memory at this node,
-            plus the workspaces of recomputation and the inputs that are kept longer for it.
+            Per node, the number of bytes to add to `unswapped_bytes`: the workspaces of recomputation, plus the inputs
+            that are kept longer for it, minus the recomputed tensors that are not in memory at this node.
         first_uses : mapping of int to int
             The new `first_backward` of each tensor whose first use in backward changes. The keys are indices in
             `self`, not in the returned step.

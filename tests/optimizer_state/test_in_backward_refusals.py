@@ -239,14 +239,14 @@ class ChangesAWeight(Program):
 
 
 class ClearsTheState(Program):
-    said = ("group or the state of parameter", "do so after optimizer.step()")
+    said = ("group or the state of parameter", "replace it after optimizer.step()")
 
     def between(self, number):
         self.optimizer.state.clear()
 
 
 class ChangesTheGroup(Program):
-    said = ("group or the state of parameter 4.bias", "do so after optimizer.step()")
+    said = ("group or the state of parameter 4.bias", "replace it after optimizer.step()")
 
     def after(self):
         self.optimizer = AdamW(

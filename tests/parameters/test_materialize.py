@@ -148,7 +148,7 @@ WRONG = {
 def test_a_file_that_is_wrong(kind, tmp_path):
     WRONG[kind](tmp_path / "model.safetensors")
     model = on_meta()
-    with pytest.raises(ValueError, match="is not a safetensors file, or not all of it is there"):
+    with pytest.raises(ValueError, match="is not a safetensors file, or is incomplete"):
         fill(model, tmp_path / "model.safetensors")
     assert all(parameter.is_meta for parameter in model.parameters())
 
@@ -158,7 +158,7 @@ def without(name):
 
 
 REFUSED = {
-    "are missing": (without("first.weight"), "first.weight: on the meta device, but not among the weights"),
+    "are missing": (without("first.weight"), "first.weight: on the meta device, but not in the given files"),
     "unknown": (lambda s: {**s, "more": torch.ones(3)}, "more: among the weights, but not in the model"),
     "shape": (lambda s: {**s, "first.weight": torch.ones(3, 3)}, r"first.weight has the shape \[32, 32\] in the model"),
 }
