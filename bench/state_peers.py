@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 PIECE_BYTES = 8 << 20
-LATER_BYTES = 64 << 20  # what offload lets leave after the update, during the next forward
+BEHIND_BYTES = 64 << 20  # what offload lets leave after the update, during the next forward
 
 
 class Peer:
@@ -85,13 +85,13 @@ class BareCopies(Peer):
         self._copying: list[Future[None]] = []
         self._transfer(os.pwritev, self._buffers[1], self._offsets)
 
-    def read(self) -> None:
-        """Begin to read all bytes."""
-        self._begin(os.preadv, self._buffers[0], self._offsets)
+    def read(self, pieces: slice = slice(None)) -> None:
+        """Begin to read these pieces of the file."""
+        self._begin(os.preadv, self._buffers[0], self._offsets[pieces])
 
-    def write(self, offsets: range | None = None) -> None:
-        """Begin to write all bytes, or those at `offsets`."""
-        self._begin(os.pwritev, self._buffers[1], self._offsets if offsets is None else offsets)
+    def write(self, pieces: slice = slice(None)) -> None:
+        """Begin to write these pieces of the file."""
+        self._begin(os.pwritev, self._buffers[1], self._offsets[pieces])
 
     def drain(self) -> None:
         """Wait until all of them are copied."""
@@ -111,18 +111,32 @@ class BareCopies(Peer):
 class CopiesInUpdate(BareCopies):
     """As `optimizer_state=True`: all is read, and all but the last 64 MiB written, before `step()` returns."""
 
-    def before_update(self) -> None:
-        """Begin to copy."""
+    ahead_bytes, behind_bytes = 0, BEHIND_BYTES
+
+    def before_backward(self) -> None:
+        """Begin to read what is read ahead."""
         self.drain()
-        later = LATER_BYTES // PIECE_BYTES
-        self._later = self._offsets[-later:]
-        self.read()
-        self.write(self._offsets[:-later])
+        self.read(slice(self.ahead_bytes // PIECE_BYTES))
+
+    def before_update(self) -> None:
+        """Begin to copy the rest."""
+        self.read(slice(self.ahead_bytes // PIECE_BYTES, None))
+        self.write(slice(-(self.behind_bytes // PIECE_BYTES)))
 
     def after_update(self) -> None:
-        """Wait for these, and begin to write the rest."""
+        """Wait for these copies, and begin to write what is written behind."""
         self.drain()
-        self.write(self._later)
+        self.write(slice(-(self.behind_bytes // PIECE_BYTES), None))
+
+
+class CopiesAroundUpdate(CopiesInUpdate):
+    """As much as memory allows is read during backward and written during the next forward.
+
+    370 MiB of state can be in memory beside the weights and gradients of the full network without a peak above that of
+    1,024 tokens, which is at the end of forward.
+    """
+
+    ahead_bytes = behind_bytes = 370 << 20
 
 
 class CopiesInBackward(BareCopies):
@@ -138,5 +152,6 @@ class CopiesInBackward(BareCopies):
 PEERS: dict[str, type[Peer]] = {
     "mapped": MappedState,
     "copies in update": CopiesInUpdate,
+    "copies around": CopiesAroundUpdate,
     "copies in backward": CopiesInBackward,
 }

@@ -74,8 +74,9 @@ constexpr size_t kSmallBytes = size_t{1} << 20;  // smaller blocks that are adja
 struct StoreOptions {
   size_t host_bytes_max = 0;              // limit on the slab tier's pinned memory
   size_t slab_bytes = size_t{256} << 20;  // size of a slab, which is pinned in one call
-  // Larger blocks are copied in slices, except when the direct tier writes them. An urgent copy-in can start between
-  // two slices of another copy-in.
+  // The queues copy a larger block in slices of this size; an urgent copy-in can start between two slices of another
+  // one. Exceptions: the direct tier writes a block in one piece; the slab tier reads the file in slices of the size of
+  // a bounce buffer; an urgent copy-in from the slab copies the rest of its block in one piece.
   size_t slice_bytes = size_t{32} << 20;
   std::string spill_directory;  // empty: the slab tier has no file; the direct tier needs one
 };
@@ -139,11 +140,10 @@ class Ticket {
   // Cancels a copy-out that has not begun. Returns false if it has.
   bool cancel();
   // Queues the copy-in to `target`, which has `bytes` bytes. In the direct tier its address must be congruent to the
-  // source's modulo alignment_bytes. The direct tier holds `owner` until the copy has ended. The slab tier drops
-  // `owner` when the ticket is prefetched again or destroyed, even if the copy still runs. So before the ticket is
-  // prefetched again or destroyed, in_done() must have returned true or settle() must have returned; otherwise the
-  // caller must keep the target alive until the copy has ended. Throws std::logic_error if nothing was swapped out, or
-  // in the states `filling` and `copying_in`.
+  // source's modulo alignment_bytes. The direct tier holds `owner` until the copy has ended. The slab tier holds it
+  // until the ticket is prefetched again or destroyed, even if the copy still runs then. So before that, the caller
+  // must call settle() or wait until in_done() returns true; otherwise it must keep the target alive by a reference of
+  // its own. Throws std::logic_error if nothing was swapped out, or in the states `filling` and `copying_in`.
   void prefetch(void* target, Stream compute, std::shared_ptr<void> owner);
   // Returns whether no copy-in writes to the target any more; true also after a failure.
   bool in_done();
@@ -186,11 +186,11 @@ class SwapStore : public std::enable_shared_from_this<SwapStore> {
   // Starts to record the begin and end of copies; the newest `limit` are kept. 0 stops and clears the record. In the
   // record, "out" and "in" are copies from and to the device, "spill" and "fill" are copies from slab to file and back.
   void record_copies(size_t limit);
-  // Returns the recorded copies that have ended, each once. Throws if their times cannot be read; no copy is lost then:
-  // the next call returns them. About every 10 seconds, this method also measures the device's clock again (Anchor). It
-  // throws if this measurement fails; the copies that this call would have returned are then lost.
+  // Returns the records of the copies that have ended, each once. If their times cannot be read, throws and keeps the
+  // records for the next call. About every 10 seconds, this method also measures the device's clock again (Anchor). If
+  // this measurement fails, throws, and the records that this call would have returned are lost.
   std::vector<CopyEntry> take_copies();
-  // Returns whether swap_out never waits, and prefetch waits only if the copy-out has not ended.
+  // Returns true if swap_out never waits, and prefetch waits for nothing but the end of the copy-out.
   virtual bool only_queues() const { return false; }
   // Returns the alignment modulo which a target's address must be congruent to its source's; 1 allows any address.
   virtual size_t alignment_bytes() const = 0;

@@ -103,10 +103,10 @@ class Session:
 
     @property
     def plan(self) -> Plan | None:
-        """The plan of the latest input shape.
+        """The plan of the input shape that was profiled last, or that last followed its own plan.
 
-        None before the second step of that shape. With `n_tensors` it is always None, unless ``lb="auto"``. The first
-        time it is None, a warning is logged.
+        The second step of a shape makes its plan. None before that; with `n_tensors` always None, unless ``lb="auto"``.
+        The first time it is None, a warning is logged.
         """
         planned = self._on_device.latest()
         plan = planned.plan if planned is not None else None
@@ -170,8 +170,7 @@ class Session:
         ...         model(torch.ones(2, 4)).sum().backward()
         1 ['offload/peak_mib', 'offload/stalled_ms', 'offload/swapped_mib']
         """
-        if not self._enabled.is_enabled:
-            raise ValueError("log_to: offload is disabled on this model; call offload.enable first")
+        self._enabled_model("log_to")
         self._enabled.step_listeners.append(StepLogger(target, commit=commit))
 
     @contextmanager
@@ -209,16 +208,17 @@ class Session:
     ) -> None:  # fmt: skip
         """For an optimizer created after `enable` or `materialize`: move its state, or step it in backward, or both.
 
-        Call it between two steps. From then on, no plan changes which state moves. `optimizer_state` is True or False.
+        Call it between two steps. From then on, no plan chooses which state moves: of the other optimizers, the state
+        that moves now goes on moving, and the rest stays. `optimizer_state` is True or False.
 
         Raises
         ------
         ValueError
             The optimizer has no parameter of this model, was passed before, or cannot step in backward.
         """
-        model = self._model()
-        if model is None or not self._enabled.is_enabled or optimizer_state not in (True, False):
-            raise ValueError("add_optimizer needs an enabled model, and optimizer_state=True or False")
+        model = self._enabled_model("add_optimizer")
+        if optimizer_state not in (True, False):
+            raise ValueError(f"add_optimizer: optimizer_state must be True or False, not {optimizer_state!r}")
         check_optimizers(model, optimizer, optimizer_state, step_in_backward, gradients)
         untraced(self._states.add, (optimizer,), optimizer_state, step_in_backward, gradients)
 
@@ -243,7 +243,7 @@ class Session:
         StepInBackwardError
             With `step_in_backward=True`: gradients are used and freed before their norm is known.
         """
-        model = self._model()
+        model = self._enabled.model
         if self._states.steps_in_backward:
             raise StepInBackwardError(
                 "clip_grad_norm_ needs all gradients at once, but with step_in_backward=True each is used and freed in "
@@ -315,9 +315,7 @@ class Session:
         ...     model(torch.ones(32, 64)).sum().backward()
         >>> handle.disable()
         """
-        model = self._model()
-        if not self._enabled.is_enabled or model is None:
-            raise ValueError("timeline: offload is disabled on this model; call offload.enable first")
+        model = self._enabled_model("timeline")
         if self._recording is not None and self._recording.is_on:
             raise ValueError(f"timeline: {self._recording.path} is being recorded already; let that step end first")
         here = self._on_device
@@ -346,7 +344,7 @@ class Session:
         raise TypeError("a session belongs to one model; copy the model and call offload.enable on the copy")
 
     def __repr__(self) -> str:
-        model = self._model()
+        model = self._enabled.model
         name = type(model).__name__ if model is not None else "a freed model"
         state, asked = make_verdict(self._enabled).state(), wish(self._options)
         return f"<offload.Session of {name} on {self.device}{'' if asked in state else f', {asked}'}: {state}>"
@@ -358,7 +356,9 @@ class Session:
 
     # -- used inside the package --------------------------------------------------------------------------------------
 
-    def _model(self) -> nn.Module | None:
+    def _enabled_model(self, method: str) -> nn.Module:
+        if self._enabled.model is None or not self._enabled.is_enabled:
+            raise ValueError(f"{method}: offload is disabled on this model; call offload.enable first")
         return self._enabled.model
 
     @property

@@ -57,9 +57,9 @@ def enable(
     model
         On one device, ``cpu`` or ``cuda``. It may be moved later. Its buffers always stay in memory.
     preset
-        A named goal instead of a number. ``"smallest"``: the least memory, at any slowdown. ``"balanced"``: as
-        much memory saved as possible for about 5 % slower steps, the default. ``"fast"``: the fastest step that fits
-        into 90 % of the device's memory. Not with `memory_limit`, `max_slowdown` or `n_tensors`.
+        A named goal instead of a number. ``"smallest"``: the least memory, at any slowdown. ``"balanced"``, the default
+        goal: as much memory saved as possible for about 5 % slower steps. ``"fast"``: the fastest step that fits into
+        90 % of the device's memory. Not with `memory_limit`, `max_slowdown` or `n_tensors`.
     memory_limit
         Limit on the memory of the device: bytes, a string such as ``"12GiB"``, or a float as a fraction of the device.
         The fastest plan within it is used. All tensors on the device count: parameters, gradients, optimizer state,
@@ -80,9 +80,9 @@ def enable(
     exclude
         Names of submodules, as in ``model.named_modules()``, whose saved tensors are neither swapped nor recomputed.
     host_limit
-        Maximum host memory that this process pins (GPU only), in bytes or as a string. Default: this process's share of
-        half of the available RAM or, if that is less, of the unused part of the control group's limit. All processes of
-        this job on this machine have equal shares.
+        Maximum host memory that this process pins (GPU only), in bytes or as a string. By default, all processes of
+        this job on this machine have equal shares of the smaller of two amounts: half of the available RAM, and all of
+        the unused part of the control group's limit.
     spill_dir
         Folder of the spill file. On the CPU, tensors are swapped out to this file. On a GPU, they are swapped out to
         pinned host memory, and moved from there to the file when this memory is full. Default: a folder for temporary
@@ -97,10 +97,11 @@ def enable(
         and `gradients`.
     optimizer_state
         ``True``: the state of `optimizer` is swapped out between its steps. Each step swaps it in for a few parameters
-        at a time. ``"auto"``, the default: with `memory_limit`, a plan chooses how much state is swapped out: as much
-        as the limit requires. Without `max_slowdown`, it swaps out more if steps are then over 1 % faster. ``"auto"``
-        needs no `optimizer`: it applies to every optimizer that steps parameters of the model. Without `memory_limit`,
-        or with `step_in_backward`, all state stays in memory. ``False``: all state stays in memory.
+        at a time. ``"auto"``, the default: with `memory_limit`, a plan swaps out as much state as the limit requires,
+        or more if this makes steps over 1 % faster. With `max_slowdown` too, it never swaps out more than the limit
+        requires. ``"auto"`` needs no `optimizer`: it applies to every optimizer that steps parameters of the model.
+        Without `memory_limit`, or with `step_in_backward`, all state stays in memory. ``False``: all state stays in
+        memory.
     step_in_backward
         Whether `optimizer` updates each parameter in backward, as soon as its gradient is complete; the gradient is
         then freed. Gradient accumulation, clipping by the norm of all gradients and a GradScaler then raise a
@@ -115,8 +116,8 @@ def enable(
         `step_in_backward`, a parameter is updated in backward, while it is in memory. With ``optimizer_state=True``,
         `optimizer.step()` swaps in a few parameters at a time, with their state. With neither, each parameter is read
         when the optimizer uses it. ``"auto"``, the default: as ``"frozen"`` if the parameters, the buffers and the
-        gradients of the trained parameters alone exceed `memory_limit`; else as ``False``. ``False``: all parameters
-        stay in memory.
+        gradients of the trained parameters alone exceed `memory_limit` (gradients do not count with `step_in_backward`
+        or `gradients`); else as ``False``. ``False``: all parameters stay in memory.
 
     Returns
     -------
@@ -253,8 +254,8 @@ def _enable(
     limit, least = options.memory_limit, options.min_tensor_bytes
     moved = which_move(model, parameters, limit, min_nbytes=least, keeps_gradients=keeps_gradients)
     engine = make_engine(device, options)
-    # A profile listener is set while `offload plan` or `offload fit` runs a script until its first steps are profiled.
-    # These commands make their own plans from the profile. The session then moves no state for ``"auto"``.
+    # Only `offload plan` and `offload fit` set a profile listener. They run a script, stop it once its first steps have
+    # been profiled, and make their own plans from the profile. So with ``"auto"`` the session then moves no state.
     is_asked = optimizer_state == "auto" and not in_backward
     is_planned = is_asked and options.memory_limit is not None and registry.profile_listener() is None
     moves_state = optimizer_state is True or is_planned

@@ -48,7 +48,7 @@ KNOBS = {"min_tensor_bytes": "4KiB"}
 
 def limit(fraction):
     with offload.enable(make_and_train_two(), max_slowdown=0, recompute=False, **KNOBS) as handle:
-        train(handle._model(), 2)
+        train(handle._enabled.model, 2)
         trace = handle.plan.trace
     from offload.plan import least_feasible_limit, unswapped_bytes
     least, peak = least_feasible_limit(trace), max(unswapped_bytes(trace))

@@ -180,7 +180,7 @@ class PlanController:
         return state
 
     def _record(self, state: SignatureState, model: nn.Module, held: HeldBytes) -> StepObserver:
-        """Profile this step. Swap on demand instead if a profiled step awaits backward, or if many steps deviated."""
+        """Profile this step. Swap on demand instead if an earlier one awaits backward, or if many steps deviated."""
         for profiler in self._profilers():
             profiler.rounds_since += 1
             if profiler.rounds_since > self._limits.pending_steps:
@@ -275,7 +275,7 @@ class PlanController:
         self._return_blocks()
 
     def _return_blocks(self) -> None:
-        """Make malloc return freed large blocks at once if memory is limited, unless all plans keep every tensor."""
+        """Make malloc return freed large blocks at once if memory is limited, unless all plans so far keep every tensor."""
         plans = [state.planned.plan for state in self._states.values() if state.planned is not None]
         moves = not plans or any(plan is None or plan.swaps or plan.recomputes for plan in plans)
         is_limited = self._options.memory_limit is not None or self._options.least_memory
@@ -355,7 +355,7 @@ class PlanController:
         before = state.planned.incomplete_profiles if state.planned is not None else 0
         incomplete = 0 if profile.knows_temporaries else before + 1
         held = profile.held
-        if self._on_profile is not None:  # the listener is called before `_plan` can update `held`
+        if self._on_profile is not None:  # `_plan` updates `planned.held`, but only after the listener is called
             held = most(held, self._held_before(signature))
         planned = PlannedStep(self._limits, profile, link, held, signature, incomplete)
         self._latest = state.planned = planned
@@ -365,7 +365,7 @@ class PlanController:
     # -- queries ------------------------------------------------------------------------------------------------------
 
     def latest(self) -> PlannedStep | None:
-        """Read all complete measurements. Return the `PlannedStep` that was last created, planned or followed."""
+        """Read all complete measurements. Return the last `PlannedStep` created, planned, or followed by its shape."""
         with self._lock:
             self.end_finished_profiles()
             self._read_profiles()

@@ -1,6 +1,6 @@
 """Chooses the nodes at which the tensors of a given set are released and prefetched.
 
-The search chooses the set, this module chooses the nodes, and `simulate` times the resulting plan.
+A search such as `swap_search` chooses the set, this module chooses the nodes, and `simulate` times the resulting plan.
 
 A tensor's index is its position among all tensors of the trace, sorted by the node that saves them (`packed`), then by
 id. Those that are swapped are copied out in this order.
@@ -12,9 +12,9 @@ Given the set, few choices remain:
   uses are released there, in copy-out order, until the node fits, and compute waits for their copy-outs.
 * Prefetches. They are chosen as if copy-ins ran in the order of `first_backward`, the node in which backward first
   uses the tensor. A copy-in is queued as late as possible: at the last node from which this copy-in and all later
-  ones still end in time. The tensor needs memory from its prefetch node to the node before `first_backward`. If
-  one of these nodes has no room, the prefetch moves to the node after the last one without room. A tensor that
-  backward uses later may then be copied in before this one.
+  ones still end in time. From its prefetch node to the node before `first_backward`, the tensor takes memory that
+  it would not take without the prefetch. If one of these nodes has no room, the prefetch moves to the node after
+  the last one without room. A tensor that backward uses later may then be copied in before this one.
 * A tensor whose prefetch would be at or before its release saves no memory and stays resident.
 """
 

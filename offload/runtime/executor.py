@@ -50,8 +50,8 @@ class StepObserver(Protocol):
     def copies(self) -> StepCopies | None:
         """The copies of a step that follows a schedule; None without a schedule.
 
-        With it, C++ swaps most of the tensors that the schedule swaps; `StepHooks` describes the exceptions. For those
-        that Python swaps, the hooks call the methods of `StepObserver`.
+        If it is not None, C++ swaps most of the tensors that the schedule swaps; `StepHooks` describes the exceptions.
+        For tensors that Python swaps, the hooks call the methods of `StepObserver`.
         """
 
     @property
@@ -314,8 +314,8 @@ class ScheduleExecutor:
             self.stopwatch.begin()
             if not self.stopwatch.clock.is_listening:
                 self.stopwatch.listen_for_the_end()
-        # The unpack of any view may wait for the copy-in of its storage. So the hook acts if the storage is swapped or
-        # dropped, whichever of its views this is.
+        # If a storage is swapped or dropped, the unpack of each of its views may have to wait for the copy-in or to
+        # recompute it. So `_acted` is True for each of these views, not only for the one that was packed first.
         first = self.schedule.order.duplicates.get(pack_index, pack_index)
         self._acted = first in self._swapped_bytes or first in self.schedule.recomputed
         if not self.on_schedule:

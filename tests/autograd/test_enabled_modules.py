@@ -193,7 +193,7 @@ def test_model_dropped_while_enabled(offloaded):
     loss = model(torch.randn(16, 64)).square().mean()
     parameters = list(model.parameters())
     del model
-    assert handle._model() is None, "the session must not keep the model alive"
+    assert handle._enabled.model is None, "the session must not keep the model alive"
     loss.backward()
     assert all(parameter.grad is not None for parameter in parameters)
 

@@ -137,7 +137,7 @@ def test_shallow_copy_survives_the_original():
     handle = offload.enable(model, **KNOBS)
     twin = copy.copy(model)
     del model
-    assert handle._model() is None
+    assert handle._enabled.model is None
     assert torch.equal(twin(batch(0)), expected)
 
 
