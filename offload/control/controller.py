@@ -275,7 +275,7 @@ class PlanController:
         self._return_blocks()
 
     def _return_blocks(self) -> None:
-        """Make malloc return freed large blocks at once if memory is limited, unless all plans so far keep every tensor."""
+        """Make malloc return freed large blocks at once if memory is limited, unless all plans so far move nothing."""
         plans = [state.planned.plan for state in self._states.values() if state.planned is not None]
         moves = not plans or any(plan is None or plan.swaps or plan.recomputes for plan in plans)
         is_limited = self._options.memory_limit is not None or self._options.least_memory
