@@ -1,6 +1,6 @@
 """Memory and step time of a fine-tune with adapters: the frozen base in memory, and in the store between uses.
 
-    python bench/frozen_base.py [--tokens N …] [--width W] [--layers L] [--steps N] [--turns N] [--quick]
+    python bench/frozen_base.py [--tokens N …] [--width W] [--layers L] [--steps N] [--turns N] [--json FILE] [--quick]
 
 trains adapters of rank 8 beside frozen linear layers in processes of their own, in turns, and prints for each number of
 tokens how much the resident memory of both exceeds that before the model was made, at most during the steps, and the
@@ -16,6 +16,10 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+
+from result_file import write_json
+
+FORMAT = "offload-frozen-base/1"
 
 
 def resident(name: str) -> int:
@@ -72,6 +76,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--json", type=Path, help="write the rows there")
     parser.add_argument("--quick", action="store_true", help="a tiny model, one turn")
     parser.add_argument("--run", choices=("plain", "moved"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -80,8 +85,11 @@ def main() -> None:
     if arguments.run is not None:
         train(arguments, arguments.tokens[0], is_moved=arguments.run == "moved")
         return
+    import machine
+
     sizes = [f"--{name}={getattr(arguments, name)}" for name in ("width", "layers", "steps")]
-    print("tokens  base MiB  peak MiB  moved MiB  wall  processor")
+    print("tokens  base MiB  peak MiB  moved MiB  step  processor")
+    made: list[dict[str, object]] = []
     for tokens in arguments.tokens:
         found: dict[str, list[dict[str, float]]] = {"plain": [], "moved": []}
         for _ in range(arguments.turns):
@@ -91,12 +99,16 @@ def main() -> None:
         assert len({row["check"] for rows in found.values() for row in rows}) == 1, "other weights"
         peak = {kind: statistics.median(row["peak"] for row in rows) / 2**20 for kind, rows in found.items()}
         ratio = {
-            what: statistics.median(b[what] / a[what] for a, b in zip(found["plain"], found["moved"], strict=True))
+            what: [b[what] / a[what] for a, b in zip(found["plain"], found["moved"], strict=True)]
             for what in ("wall", "processor")
         }
+        wall, processor = (statistics.median(ratios) for ratios in ratio.values())
         base = found["moved"][0]["base"] / 2**20
         print(f"{tokens:6} {base:9.0f} {peak['plain']:9.0f} {peak['moved']:10.0f} ", end="")
-        print(f"{ratio['wall']:5.2f} {ratio['processor']:10.2f}", flush=True)
+        print(f"{wall:5.2f} {processor:10.2f}", flush=True)
+        made.append({"tokens": tokens, "ratios": ratio, **found})
+    if arguments.json:
+        write_json(arguments.json, {"format": FORMAT, "machine": machine.describe(), "rows": made})
 
 
 if __name__ == "__main__":

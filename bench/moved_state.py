@@ -1,6 +1,6 @@
 """Memory and step time of a GPT under AdamW: plain, and with its state moved in several ways.
 
-    python bench/moved_state.py [--json FILE] [--kinds KIND …] [--tokens N …] [--rounds N] [--quick]
+    python bench/moved_state.py [--json FILE [--keep]] [--kinds KIND …] [--tokens N …] [--rounds N] [--quick]
 
 They train side by side in live processes, which take turns, in another order each round; a turn is a few steps and
 ends when nothing is being written any more. Each has the malloc of `offload run`. Memory is the largest resident set
@@ -51,7 +51,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 LIMITS = {"full": "1280MiB", "quick": "8MiB"}
 DETAILS = ("update_seconds", "out_seconds", "in_seconds", "copy_processor_seconds")  # of a step, medians over rounds
-FORMAT = "offload-state/1"
+FORMAT = "offload-state/2"
 SIZES = {
     "full": {"layers": 13, "width": 1024, "heads": 16, "length": 256},
     "quick": {"layers": 2, "width": 64, "heads": 4, "length": 16},
@@ -256,6 +256,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=2, help="of a turn")
     parser.add_argument("--json", type=Path, help="where to keep the rows")
+    parser.add_argument("--keep", action="store_true", help="add to the runs that the file has")
     parser.add_argument("--quick", action="store_true", help="a tiny network: whether it works, not how fast")
     parser.add_argument("--task", type=json.loads, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
@@ -263,33 +264,26 @@ def main(argv: Sequence[str] | None = None) -> int:
         train(args.task)
         return 0
     import machine
-    from result_file import ResultFile
+    from result_file import read_json, write_json
 
     size = "quick" if args.quick else "full"
-    results = ResultFile(args.json) if args.json else None
-    if results is not None:
-        results.set("format", FORMAT)
-        results.set("machine", machine.describe())
-        results.set("size", size)
+    kinds, limit = ["plain", *(args.kinds or list(KINDS)[1:])], args.limit or LIMITS[size]
+    kept = read_json(args.json).get("runs", []) if args.json and args.keep else []
     rates = disk_rates(size)
-    if results is not None:
-        results.set("disk", rates)
+    run = {"machine": machine.describe(), "size": size, "disk": rates, "limit": limit, "steps": args.steps}
+    rows: list[dict[str, Any]] = []
     gigabytes = {name: rates[name] / 1e9 for name in ("out", "into", "out_both", "in_both")}
     print(
         "disk: {out:.2f} GB/s written, {into:.2f} read; {out_both:.2f} and {in_both:.2f} together".format(**gigabytes)
     )
-    kinds, limit = ["plain", *(args.kinds or list(KINDS)[1:])], args.limit or LIMITS[size]
-    if results is not None:
-        results.set("limit", limit)
-    are_equal = True
     print("tokens  kind                peak MiB  less MiB  step (s)  ratio               processor")
     for tokens in args.tokens or TOKENS[size]:
         for row in measure(tokens, size, kinds, limit, args.rounds, args.steps):
             print(line(row), flush=True)
-            are_equal = are_equal and row["bits_equal"]
-            if results is not None:
-                results.append("rows", row)
-    return 0 if are_equal else 1
+            rows.append(row)
+        if args.json:
+            write_json(args.json, {"format": FORMAT, "runs": [*kept, {**run, "rows": rows}]})
+    return 0 if all(row["bits_equal"] for row in rows) else 1
 
 
 if __name__ == "__main__":

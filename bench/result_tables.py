@@ -110,8 +110,8 @@ def read(path: Path) -> list[Table]:
         return list(simulated_tables(content))
     if content.get("format") == "offload-demo-memory/1":
         return []  # drawn by docs/charts.py
-    if content.get("format") == "offload-state/1":
-        return []  # told in docs/optimizer.md
+    if content.get("format") in ("offload-state/2", "offload-state-plan/1", "offload-frozen-base/1"):
+        return []  # told in docs/optimizer.md and docs/parameters.md
     if content.get("format") == "offload-gpu-suite/1":
         return [summary_table(content)]
     if "contestants" in content:

@@ -151,7 +151,9 @@ def main() -> int:
         return 0
     if arguments.quick:
         vars(arguments).update(QUICK)
-    result = measure(arguments)
+    import machine
+
+    result = {**measure(arguments), "machine": machine.describe()}
     print(table(result))
     if arguments.json:
         Path(arguments.json).write_text(json.dumps(result, indent=1), encoding="utf-8")

@@ -131,7 +131,7 @@ class Ticket {
   uint64_t id() const { return slot_->id; }  // unique within its store
   size_t bytes() const { return slot_->bytes; }
   State state() const { return slot_->state.load(); }
-  // The error of the last failed copy; empty if none failed.
+  // The error of the last failed copy; empty if none failed since the latest prefetch.
   std::string failure_text() const;
   // Returns whether the source is no longer read; true also after a failure.
   bool out_done();
@@ -140,8 +140,8 @@ class Ticket {
   // Cancels a copy-out that has not begun. Returns false if it has.
   bool cancel();
   // Queues the copy-in to `target`, which has `bytes` bytes. In the direct tier its address must be congruent to the
-  // source's modulo alignment_bytes. The direct tier holds `owner` until the copy has ended. The slab tier holds it
-  // until the ticket is prefetched again or destroyed, even if the copy still runs then. So before that, the caller
+  // source's modulo alignment_bytes. The direct tier holds `owner` until the copy has ended. The slab tier drops it
+  // when the ticket is prefetched again or destroyed, whether or not the copy has ended. So before that, the caller
   // must call settle() or wait until in_done() returns true; otherwise it must keep the target alive by a reference of
   // its own. Throws std::logic_error if nothing was swapped out, or in the states `filling` and `copying_in`.
   void prefetch(void* target, Stream compute, std::shared_ptr<void> owner);
@@ -172,7 +172,7 @@ class SwapStore : public std::enable_shared_from_this<SwapStore> {
 
   // Queues the copy-out of `bytes` bytes at `source`, after everything queued on `compute`. `need`: see Slot. The
   // source must stay unchanged until out_done() or wait_out(). If this throws (PoolExhausted, PinningFailed,
-  // DriverError), nothing is queued. A small block may wait in the queue, to be copied together with others; if that
+  // DriverError, or the SpillError of another block that had to make room), nothing is queued. A small block may wait in the queue, to be copied together with others; if that
   // copy cannot be issued, the block's state becomes `failed`.
   Ticket swap_out(const void* source, size_t bytes, Stream compute, uint64_t need);
   // With `defers`, the direct tier queues copy-outs without beginning them. All of them begin when a caller waits for

@@ -103,10 +103,10 @@ class Session:
 
     @property
     def plan(self) -> Plan | None:
-        """The plan of the input shape that was profiled last, or that last followed its own plan.
+        """The plan of the latest input shape; steps that follow the plan of a larger shape do not count.
 
-        The second step of a shape makes its plan. None before that; with `n_tensors` always None, unless ``lb="auto"``.
-        The first time it is None, a warning is logged.
+        Usually a shape's second step makes its plan; before that it is None. With `n_tensors` it is always None, unless
+        ``lb="auto"``. The first time it is None, a warning is logged.
         """
         planned = self._on_device.latest()
         plan = planned.plan if planned is not None else None
@@ -208,13 +208,13 @@ class Session:
     ) -> None:  # fmt: skip
         """For an optimizer created after `enable` or `materialize`: move its state, or step it in backward, or both.
 
-        Call it between two steps. From then on, no plan chooses which state moves: of the other optimizers, the state
-        that moves now goes on moving, and the rest stays. `optimizer_state` is True or False.
+        Call it between two steps. From then on, no plan chooses which state moves: state of other optimizers that moves
+        at the time of this call continues to move, and the rest stays. `optimizer_state` is True or False.
 
         Raises
         ------
         ValueError
-            The optimizer has no parameter of this model, was passed before, or cannot step in backward.
+            Disabled; or the optimizer has no parameter of this model, was passed before, or cannot step in backward.
         """
         model = self._enabled_model("add_optimizer")
         if optimizer_state not in (True, False):

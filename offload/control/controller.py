@@ -202,7 +202,7 @@ class PlanController:
         return self._record(state, model, held)
 
     def _judge(self, state: SignatureState, planned: PlannedStep, held: HeldBefore) -> None:
-        """Change the phase of a planned signature if measured steps, a trial or the memory in use require it."""
+        """Change the phase of a planned signature if a measurement, trial, used memory or first update require it."""
         limit_bytes = self._options.memory_limit
         is_outdated = self._promise.is_outdated(planned)
         if state.phase in (Phase.STEADY, Phase.UNHOOKED) and not (planned.executors or is_outdated):  # nothing to read
@@ -275,7 +275,7 @@ class PlanController:
         self._return_blocks()
 
     def _return_blocks(self) -> None:
-        """Make malloc return freed large blocks at once if memory is limited, unless all plans so far move nothing."""
+        """Make malloc return large blocks at once if memory is limited, unless every plan moves nothing."""
         plans = [state.planned.plan for state in self._states.values() if state.planned is not None]
         moves = not plans or any(plan is None or plan.swaps or plan.recomputes for plan in plans)
         is_limited = self._options.memory_limit is not None or self._options.least_memory
@@ -365,7 +365,7 @@ class PlanController:
     # -- queries ------------------------------------------------------------------------------------------------------
 
     def latest(self) -> PlannedStep | None:
-        """Read all complete measurements. Return the last `PlannedStep` created, planned, or followed by its shape."""
+        """Read all complete measurements. Return what `handle.plan` refers to."""
         with self._lock:
             self.end_finished_profiles()
             self._read_profiles()
@@ -377,7 +377,7 @@ class PlanController:
 
     @property
     def main(self) -> PlannedStep | None:
-        """The `PlannedStep` that the largest number of steps have followed; in a tie, the one used last."""
+        """The `PlannedStep` that most steps of its own signature have followed; in a tie, the one used last."""
         with self._lock:
             planned = [state.planned for state in reversed(self._states.values()) if state.planned is not None]
         return max(planned, key=lambda each: each.steps, default=None)

@@ -2,8 +2,8 @@
 
 A search such as `swap_search` chooses the set, this module chooses the nodes, and `simulate` times the resulting plan.
 
-A tensor's index is its position among all tensors of the trace, sorted by the node that saves them (`packed`), then by
-id. Those that are swapped are copied out in this order.
+A tensor's index is its position among the tensors of a `Step` (all tensors of the trace, or those that `with_changes`
+keeps), sorted by the node that saves them (`packed`), then by id. Those that are swapped are copied out in this order.
 
 Given the set, few choices remain:
 

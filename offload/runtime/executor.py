@@ -136,7 +136,7 @@ class Measured:
     """Measured durations of a step, in seconds; node starts are relative to the start of the step."""
 
     starts: tuple[float, ...]  # by node
-    node_seconds: tuple[float, ...]  # by node, without the elapsed time of the hooks in it
+    node_seconds: tuple[float, ...]  # by node, without its part of `stall_seconds`
     waits: dict[int, float]  # by pack index: how long backward waited for the tensor
     stall_seconds: float  # elapsed time of the hooks that swap, prefetch, wait or recompute
     hook_seconds: float  # CPU time of these hooks; zero on an accelerator
@@ -168,7 +168,10 @@ class Stopwatch:
         self.end = self.clock.end
 
     def defer_copy_outs(self) -> None:
-        """Queue copy-outs without starting them, until the step waits for one of them or its backward has ended."""
+        """Queue copy-outs without starting them, until backward has ended or the next step begins.
+
+        Whenever the step waits for one of them, all that are queued by then start.
+        """
         self._defers_copy_outs = True
         self._engine.store.defer_copy_outs(True)
 
@@ -197,7 +200,7 @@ class Stopwatch:
         return self._end is not None
 
     def measured(self, node_count: int) -> Measured | None:
-        """Return the durations of `node_count` nodes (0 s if a node did not begin); None if the step has not ended."""
+        """Return the durations of `node_count` nodes (0 s if a node did not begin); None if the step runs on."""
         if self._end is None:
             return None
         found = self.clock.measure(self._end, node_count)
