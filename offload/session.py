@@ -14,6 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from offload.control import registry
+from offload.devices.allocator import release_free_memory
 from offload.devices.memory import record_out_of_memory
 from offload.diagnostics.report import Feed
 from offload.handle import Session
@@ -272,6 +273,8 @@ def _enable(
             fill.run(mover.leave if mover is not None else None)
         session = compiled.untraced(Session, model, device, options, engine, asked, states, mover)
         registry.register(session._enabled)
+        if mover is not None or used:
+            release_free_memory()  # that of the parameters and the state that have just left
     except BaseException:  # also after an interrupt
         states.close()
         if fill is not None:

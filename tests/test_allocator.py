@@ -199,3 +199,42 @@ def test_free_memory_goes_back_to_the_system(preloaded: bool) -> None:
     assert int(kept) > 90 << 20  # malloc keeps it
     if name in ("glibc", "tcmalloc"):
         assert int(left) < 10 << 20
+
+
+MOVED = """
+from pathlib import Path
+import torch
+import offload
+from offload.devices import allocator
+from torch import nn
+
+def resident():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+model = nn.Sequential(*(nn.Linear(512, 512, bias=False).requires_grad_(False) for _ in range(64)))
+trained = nn.Sequential(*(nn.Linear(1024, 2048, bias=False) for _ in range(8)))
+optimizer = torch.optim.AdamW(trained.parameters())
+sum(each(torch.ones(1, 1024)).sum() for each in trained).backward()
+optimizer.step()
+optimizer.zero_grad()
+print(allocator.current())
+before = resident()
+offload.enable(model, n_tensors=0, parameters="frozen", min_tensor_bytes="1MiB")
+enabled = resident()
+print(before - enabled)
+offload.enable(trained, n_tensors=0, optimizer=optimizer, optimizer_state=True)
+print(enabled - resident())
+"""
+
+
+@needs_linux
+@needs_allocator
+def test_what_leaves_at_enable_goes_back_to_the_system() -> None:
+    environment = allocator.preload_environment({"PATH": "/usr/bin:/bin"})
+    run = subprocess.run(
+        [sys.executable, "-c", MOVED], env=environment, check=True, capture_output=True, text=True, cwd=ROOT
+    )
+    name, parameters, state = run.stdout.split()
+    if name in ("glibc", "tcmalloc"):
+        assert int(parameters) > 50 << 20  # of 64 MiB
+        assert int(state) > 50 << 20  # of 128 MiB, of which 64 MiB are still being written
