@@ -18,7 +18,7 @@ COUNT = 32  # tensors a step
 PLANS = 1
 PLANTED_TURNS = 400
 # Repeats of each run; the least of them counts: what happens now and then, such as a table that grows, only adds.
-REPEATS = 8
+REPEATS = 4
 PLANNER_REPEATS = 2  # each takes seconds under callgrind, and hardly differs from the other
 
 Subject = dict[str, Callable[[], object]]

@@ -21,6 +21,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import model_state_failures
+
 ROOT = Path(__file__).resolve().parent.parent
 JSON = ROOT / "docs" / "reliability.json"
 PAGE = ROOT / "docs" / "reliability.md"
@@ -287,7 +289,7 @@ def claims(found: dict[str, str]) -> Iterator[str]:
 def page(parts: dict[str, dict]) -> str:
     """Return the Markdown page."""
     found = figures(parts)
-    lines = [introduction(parts, found), *claims(found), RERUN]
+    lines = [introduction(parts, found), *claims(found), *model_state_failures.section(), RERUN]
     lines += ["| part | passed | failed | time | size | date |", "|---|---:|---:|---:|---|---|"]
     for name, part in PARTS.items():
         held = [about for about in parts.values() if about["part"] == name]

@@ -49,7 +49,21 @@ def test_temporaries_and_what_is_saved_are_told_apart():
     found = watched.footprint([row], places, {place(gradient)}, node_count=5)
     assert [nbytes // MiB for nbytes in found.others] == [0, 8, 3, 3, 1]
     assert [nbytes // MiB for nbytes in found.gradients] == [0, 0, 0, 1, 1]
+    assert found.made_gradients // MiB == 1
     assert found.produced == {7: 0}
+
+
+def test_a_gradient_of_the_last_node_is_counted_for_the_update():
+    watched = StepAllocations(CPU)
+    watched.begin()
+    watched.node(0)
+    first = empty(1)
+    watched.node(1)
+    last = empty(2)
+    assert watched.stop()
+    found = watched.footprint([], {}, {place(first), place(last)}, node_count=2)
+    assert [nbytes // MiB for nbytes in found.gradients] == [0, 1]
+    assert found.made_gradients // MiB == 3
 
 
 def test_a_storage_made_before_its_pack_is_known_from_its_beginning():

@@ -365,7 +365,7 @@ def test_room_for_the_measurement(tmp_path: Path) -> None:
 
 
 def test_how_much_of_a_limit_is_free() -> None:
-    profile = Profile(StepOrder(), None, {}, [0, 7, 20], HeldBytes(0, 0), True)  # type: ignore[arg-type]
+    profile = Profile(StepOrder(), None, {}, [0, 7, 20], HeldBytes(0, 0), True, 20)  # type: ignore[arg-type]
     assert profile.room_bytes(None, HeldBytes(100, 0)) is None
     assert profile.room_bytes(6400, HeldBytes(1000, 0, away=300)) == 6400 - 700 - 20
     assert profile.room_bytes(6400, HeldBytes(1000, 50)) == 6400 - 1000 - 50

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import model_state_failures
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -63,6 +64,20 @@ def test_the_page_says_when_and_where(reliability):
     said = "In the short form of CI: *the CUDA code on a simulated driver*. All other parts ran in full. [Each part"
     assert said in reliability.page(short)
     assert "| failing disk and memory | not run | | | | |" in text
+
+
+def test_the_tests_of_model_state_exist():
+    files = [files for each in model_state_failures.FAILURES for files in each.tests.items()]
+    named = {(file, test) for file, tests in files for test in tests}
+    assert len(named) > 40
+    texts = {file: (ROOT / "tests" / file).read_text() for file, _ in files}
+    assert [(file, test) for file, test in named if f"def {test}(" not in texts[file]] == []
+
+
+def test_the_guards_of_model_state_are_all_named():
+    tests = ROOT / "tests"
+    found = {*tests.glob("optimizer_state/*guards.py"), *tests.glob("parameters/*guards.py")}
+    assert found == {tests / file for file in model_state_failures.GUARDS}
 
 
 def test_a_page_without_results(reliability):

@@ -137,6 +137,11 @@ class PlannedStep:
         """Whether enough steps of the present plan have been measured to judge it."""
         return len(self.step_seconds) >= self.limits.measurements_before_judging
 
+    @property
+    def gradients_in_update(self) -> int:
+        """Bytes of gradients in memory during the update."""
+        return max(self.held.gradients, self.profile.made_gradient_bytes)
+
     def trace(self, away_bytes: int | None = None) -> Trace:
         """Return the profile's trace, updated with the present memory use, measured durations and tested recipes.
 

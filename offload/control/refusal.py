@@ -2,20 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from offload.control.planned_step import PlannedStep
 from offload.options import Options
 from offload.plan import InfeasibleLimitError, Reason
-from offload.plan.bounds import NOT_SAVED
+from offload.plan.bounds import IN_UPDATE, NOT_SAVED
 from offload.runtime.counters import Counts
 from offload.units import format_bytes
 
-__all__ = ["explained"]
+__all__ = ["GradientKnob", "explained"]
 
 _REASONS_MAX = 3
 _SMALL_BYTES = 64 << 10
 _WORTH_BYTES = 1 << 20  # knobs that free less are not named
+
+
+@dataclass(frozen=True)
+class GradientKnob:
+    """An argument that frees gradients.
+
+    Attributes
+    ----------
+    text
+        The argument, and what it does.
+    nbytes_max
+        Bytes of all gradients that it can free.
+    ahead_bytes
+        Bytes of optimizer state that are in memory in backward because of it.
+    writing_bytes
+        How many of the bytes may be in memory because they are still being written. If all may be, the argument is
+        not named.
+    """
+
+    text: str
+    nbytes_max: int
+    ahead_bytes: int = 0
+    writing_bytes: int = 0
+
+    def freed_bytes(self, gradient_bytes: int) -> int:
+        """Return how many bytes it frees at most if this many bytes of gradients are in memory."""
+        nbytes = min(gradient_bytes, self.nbytes_max) - self.ahead_bytes
+        return nbytes if nbytes > self.writing_bytes else 0
 
 
 def explained(
@@ -28,6 +57,9 @@ def explained(
     movable_bytes: int,
     window_bytes: int,
     frozen_bytes: int,
+    trained_bytes: int,
+    copied_bytes: int,
+    for_gradients: Sequence[GradientKnob],
 ) -> InfeasibleLimitError:
     """Return the error with the memory that is not saved for backward divided into parts, and with knobs.
 
@@ -48,21 +80,26 @@ def explained(
         may still be being written.
     window_bytes
         Bytes of this state that are in memory at a time during an update, including what is being read and written.
-    frozen_bytes
-        Bytes of frozen parameters in memory that could move.
+    frozen_bytes, trained_bytes
+        Bytes of frozen and of trained parameters in memory that could move.
+    copied_bytes
+        How many bytes of them may be read ahead or still be written at a time if both move.
+    for_gradients
+        Arguments that would free gradients.
     """
-    gradients = max(planned.held.gradients, *planned.profile.gradient_bytes, 0)
-    in_update = planned.held.kept + gradients - movable_bytes + window_bytes
+    in_update = planned.held.kept + planned.gradients_in_update - movable_bytes + window_bytes
     least_bytes = max(error.least_limit_bytes - movable_bytes, in_update)
     reasons: list[Reason] = []
     for reason in error.reasons:
         reasons += _parts(reason, planned, optimizer_bytes)
     reasons.sort(key=lambda reason: -reason.bytes)
-    knobs = [
-        Reason(nbytes, text)
-        for nbytes, text in _knobs(options, counts, movable_bytes, least_bytes, frozen_bytes)
-        if nbytes >= _WORTH_BYTES
+    gradients = _gradients_at_peak(error, planned)
+    found = [
+        *_knobs(options, counts, movable_bytes, least_bytes),
+        *_knobs_of_parameters(frozen_bytes, trained_bytes, copied_bytes),
+        *((each.freed_bytes(gradients), each.text) for each in for_gradients),
     ]
+    knobs = [Reason(nbytes, text) for nbytes, text in found if nbytes >= _WORTH_BYTES]
     knobs.sort(key=lambda knob: -knob.bytes)
     return InfeasibleLimitError(error.limit_bytes, error.least_limit_bytes, tuple(reasons[:_REASONS_MAX]), tuple(knobs))
 
@@ -72,8 +109,7 @@ def _parts(reason: Reason, planned: PlannedStep, optimizer_bytes: int) -> Iterat
     if reason.node is None:
         yield reason
         return
-    made = planned.profile.gradient_bytes[reason.node] if reason.node < len(planned.profile.gradient_bytes) else 0
-    gradients = min(max(planned.held.gradients, made), reason.bytes)
+    gradients = min(_gradients_at(reason.node, planned), reason.bytes)
     state = min(optimizer_bytes, reason.bytes - gradients)
     rest = reason.bytes - gradients - state
     rows = {"gradients": gradients, "optimizer state": state, "parameters, buffers, inputs and temporaries": rest}
@@ -81,13 +117,36 @@ def _parts(reason: Reason, planned: PlannedStep, optimizer_bytes: int) -> Iterat
     yield from (Reason(nbytes, f"of {name}{at}", reason.node) for name, nbytes in rows.items() if nbytes)
 
 
-def _knobs(
-    options: Options, counts: Counts, movable_bytes: int, least_bytes: int, frozen_bytes: int
-) -> Iterator[tuple[int, str]]:
+def _gradients_at(node: int, planned: PlannedStep) -> int:
+    """Return the bytes of gradients in memory at a node."""
+    made = planned.profile.gradient_bytes
+    return max(planned.held.gradients, made[node] if node < len(made) else 0)
+
+
+def _gradients_at_peak(error: InfeasibleLimitError, planned: PlannedStep) -> int:
+    """Return the bytes of gradients in memory where `least_limit_bytes` are needed; 0 if they are a small part of it.
+
+    They are a small part if three saved tensors are larger than all memory that is not saved for backward.
+    """
+    for reason in error.reasons:
+        if reason.node is not None:
+            return min(_gradients_at(reason.node, planned), reason.bytes)
+        if reason.text.startswith(IN_UPDATE):
+            return min(planned.gradients_in_update, reason.bytes)
+    return 0
+
+
+def _knobs_of_parameters(frozen_bytes: int, trained_bytes: int, copied_bytes: int) -> Iterator[tuple[int, str]]:
+    while_unused = "leave memory while no module uses them"
+    yield frozen_bytes, f'parameters="frozen" lets frozen parameters {while_unused}'
+    if trained_bytes:
+        yield frozen_bytes + trained_bytes - copied_bytes, f'parameters="all" lets all parameters {while_unused}'
+
+
+def _knobs(options: Options, counts: Counts, movable_bytes: int, least_bytes: int) -> Iterator[tuple[int, str]]:
     steps = max(1, counts.steps - 1)
     then = f"the least is then about {format_bytes(least_bytes)}"
     yield movable_bytes, f'optimizer_state="auto" lets optimizer state leave memory between updates ({then})'
-    yield frozen_bytes, 'parameters="frozen" lets frozen parameters leave memory while no module uses them'
     if options.min_tensor_bytes > _SMALL_BYTES and "small" in counts:
         yield counts["small"].nbytes // steps, 'min_tensor_bytes="64KiB" swaps small tensors too'
     if options.exclude and "excluded" in counts:

@@ -13,10 +13,13 @@ from functools import partial
 
 from offload.control.limits import Limits
 from offload.control.planned_step import PlannedStep
-from offload.control.refusal import explained
+from offload.control.refusal import GradientKnob, explained
 from offload.optimizer_state import mover
+from offload.optimizer_state.gradient_mover import why_all_gradients_stay
+from offload.optimizer_state.in_backward import is_known_to_step_in_backward
 from offload.optimizer_state.movers import MovableChunk, StateMovers
 from offload.options import Options
+from offload.parameters.mover import copied_bytes_max
 from offload.plan import InfeasibleLimitError, Plan, StateChunk, Update, fastest_share, unswapped_bytes
 from offload.plan.trace import Trace
 from offload.profiling.model_state import HeldMemory
@@ -134,6 +137,7 @@ class StatePlanner:
     ) -> InfeasibleLimitError:
         kept, (away, _) = self._held.optimizer_bytes(), self._states.away_bytes()
         kept += away - sum(chunk.nbytes for chunk in chunks)  # stays, if all chunks leave as in the refused plan
+        frozen_bytes, trained_bytes = self._held.parameter_bytes(self._options.min_tensor_bytes)
         movable = 0
         if not (self._states.is_planned or self._states.steps_in_backward or away):
             movable = self._states.movable_bytes(self._held.optimizers)
@@ -145,8 +149,36 @@ class StatePlanner:
             optimizer_bytes=max(0, kept),
             movable_bytes=max(0, movable - mover.BEHIND_BYTES),
             window_bytes=min(movable, mover.CHUNK_BYTES + mover.AHEAD_BYTES),
-            frozen_bytes=self._held.frozen_bytes(self._options.min_tensor_bytes),
+            frozen_bytes=frozen_bytes,
+            trained_bytes=trained_bytes,
+            copied_bytes=sum(copied_bytes_max(self._options.memory_limit)),
+            for_gradients=self._for_gradients(),
         )
+
+    def _for_gradients(self) -> list[GradientKnob]:
+        """Return the arguments that would free gradients; none if one of them is in use.
+
+        None too if an optimizer is not one of torch's: it would have to be tried first.
+        """
+        states, optimizers = self._states, self._held.optimizers
+        if states.steps_in_backward or states.gradient_counts or why_all_gradients_stay():
+            return []
+        if not all(map(is_known_to_step_in_backward, optimizers)):
+            return []
+        found = []
+        moves_all = bool(states.counts) and not states.is_planned
+        stays = [each.stays for each in states.counts] if states.counts else map(mover.why_it_stays, optimizers)
+        if all(why in ("", mover.STAYS_BY_PLAN) for why in stays):
+            name = "gradients=True" if moves_all else "gradients=True with optimizer_state=True"
+            nbytes_max = self._held.gradient_bytes_max(self._options.min_tensor_bytes)
+            text = f"{name} lets gradients leave memory in backward"
+            found.append(GradientKnob(text, nbytes_max, writing_bytes=mover.BEHIND_BYTES))
+        if optimizers and states.micro_batches == 1:
+            name = "step_in_backward=True with optimizer_state=True" if states.is_planned else "step_in_backward=True"
+            ahead_bytes = mover.AHEAD_BYTES if states.counts else 0
+            text = f"{name} updates parameters in backward and frees their gradients"
+            found.append(GradientKnob(text, self._held.gradient_bytes_max(0), ahead_bytes=ahead_bytes))
+        return found
 
     def has_room(self, nbytes: int) -> bool:
         """Return whether the recorded step, if it swaps nothing, leaves `nbytes` free within the limit."""
@@ -163,8 +195,7 @@ class StatePlanner:
 
     @staticmethod
     def _held_in_update(planned: PlannedStep, update: Update) -> int:
-        gradients = max(planned.held.gradients, *planned.profile.gradient_bytes, 0)
-        return max(0, planned.held.state - update.bytes) + gradients
+        return max(0, planned.held.state - update.bytes) + planned.gradients_in_update
 
 
 def _has_room(planner: weakref.ref[StatePlanner], nbytes: int) -> bool:

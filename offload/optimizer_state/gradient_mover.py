@@ -29,7 +29,7 @@ from offload.torch_compat.autograd import call_at_end_of_backward
 from offload.torch_compat.compiled import opaque, untraced
 from offload.torch_compat.optimizers import holds_alone
 
-__all__ = ["GradientMover"]
+__all__ = ["GradientMover", "why_all_gradients_stay"]
 
 _SAMPLE = torch.nn.Parameter(torch.empty(1))
 _SAMPLE.grad = torch.empty(1)
@@ -54,7 +54,7 @@ class GradientMover:
     def __init__(
         self, optimizer: Optimizer, name_of: Callable[[Tensor], str], mover: StateMover, min_nbytes: int
     ) -> None:
-        self.counts = GradientCounts(type(optimizer).__name__, mover.counts.stays or _why_all_stay())
+        self.counts = GradientCounts(type(optimizer).__name__, mover.counts.stays or why_all_gradients_stay())
         self._place = GradientPlace(mover.engine, self.counts, name_of)
         self._mover = mover
         self._optimizer = weakref.ref(optimizer)
@@ -140,7 +140,7 @@ class GradientMover:
 
     def _try_to_leave(self, reference: weakref.ref[Tensor]) -> None:
         param = reference()
-        if param is not None and not _why_all_stay() and not self._leave(param):
+        if param is not None and not why_all_gradients_stay() and not self._leave(param):
             self._delayed[id(param)] = reference
 
     def _leave(self, param: Tensor) -> bool:
@@ -205,6 +205,7 @@ def _was_left_alone(reference: weakref.ref[Tensor]) -> bool:
     return param is not None and record_of(param) is not None
 
 
-def _why_all_stay() -> str:
+def why_all_gradients_stay() -> str:
+    """Return why the gradients of every model stay in memory; empty if gradients can leave."""
     is_shared = torch.distributed.is_available() and torch.distributed.is_initialized()
     return _PROCESSES if is_shared else ""

@@ -34,7 +34,7 @@ from offload.torch_compat.compiled import opaque, untraced
 from offload.torch_compat.optimizers import step_behind_hooks
 from offload.units import format_bytes
 
-__all__ = ["BackwardCounts", "StepInBackward", "check_in_backward"]
+__all__ = ["BackwardCounts", "StepInBackward", "check_in_backward", "is_known_to_step_in_backward"]
 
 log = logging.getLogger("offload")
 
@@ -92,6 +92,12 @@ def check_in_backward(optimizer: Optimizer) -> None:
             why = "it is not known to give the same bits when it steps one parameter at a time, in any order"
     if why:
         raise ValueError(f"step_in_backward=True cannot be used with this {type(optimizer).__name__}: {why}")
+
+
+def is_known_to_step_in_backward(optimizer: Optimizer) -> bool:
+    """Return whether `check_in_backward` accepts an optimizer of torch; False for others, which it has to try."""
+    step = step_behind_hooks(optimizer)
+    return is_known(optimizer) and not (why_its_kind_is_not_divided(optimizer) or _why_not(optimizer, step))
 
 
 def _why_not(optimizer: Optimizer, step: Callable[..., Any]) -> str:

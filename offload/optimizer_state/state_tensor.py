@@ -5,15 +5,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, UntypedStorage
 
 from offload import _core
 from offload.runtime.engine import Engine, has_storage
 from offload.torch_compat.optimizers import is_in_shared_memory, nan_like
-from offload.torch_compat.tensors import has_own_bytes
+from offload.torch_compat.tensors import has_own_bytes, is_dtensor
 
-__all__ = ["StateTensor", "is_movable"]
+__all__ = ["StateTensor", "count_dtensors", "is_movable"]
 
 
 def is_movable(value: object, device: torch.device, min_nbytes: int) -> bool:
@@ -30,6 +32,13 @@ def is_movable(value: object, device: torch.device, min_nbytes: int) -> bool:
         and not (value.requires_grad or value.is_inference() or is_in_shared_memory(value))
         and has_own_bytes(value)
     )
+
+
+def count_dtensors(optimizer_state: dict[Any, Any]) -> int:
+    """Return how many tensors of an optimizer's state are DTensors, as those of sharded parameters are."""
+    states = [state for state in dict.values(optimizer_state) if isinstance(state, dict)]
+    kinds = {kind for kind in {type(value) for state in states for value in state.values()} if is_dtensor(kind)}
+    return sum(type(value) in kinds for state in states for value in state.values()) if kinds else 0
 
 
 class StateTensor:

@@ -32,10 +32,17 @@ from offload.torch_compat.optimizers import allow_foreach
 from offload.torch_compat.overrides import is_held_alone, requires_grad_of, unseen
 from offload.units import format_bytes
 
-__all__ = ["ParameterCounts", "ParameterMover"]
+__all__ = ["ParameterCounts", "ParameterMover", "copied_bytes_max"]
 
 AHEAD_BYTES = 64 << 20
 BEHIND_BYTES = 64 << 20
+
+
+def copied_bytes_max(memory_limit: int | None) -> tuple[int, int]:
+    """Return how many bytes of parameters may be read ahead, and how many may wait to be written."""
+    if memory_limit is None:
+        return AHEAD_BYTES, BEHIND_BYTES
+    return min(AHEAD_BYTES, memory_limit // 16), min(BEHIND_BYTES, memory_limit // 8)
 
 
 @dataclass
@@ -60,6 +67,8 @@ class ParameterCounts:
         Parameters that stay because another tensor shares their memory.
     failed : int
         Parameters that stayed because writing them failed; `failure` is the latest error.
+    is_sharded : bool
+        Whether all parameters stay because FSDP shards the model, or a module in it.
     whole : str
         Name of the compiled part (or "the model") that has more than half of the bytes that leave. While it runs, all
         of its parameters are in memory. Empty if there is no such part.
@@ -76,6 +85,7 @@ class ParameterCounts:
     held: int = 0
     failed: int = 0
     failure: str = ""
+    is_sharded: bool = False
     whole: str = ""
 
     def to_dict(self) -> dict[str, Any]:
@@ -97,12 +107,12 @@ class ParameterCounts:
             yield f"{self.failed} parameters stayed because writing them failed: {self.failure}"
         if self.held:
             yield f"{self.held} parameters stay because another tensor shares their memory"
-        if not self.tensors and not self.held:
+        if not self.tensors and (self.is_sharded or not self.held):
             kind = "" if self.which == "all" else f"{self.which} "
-            yield (
-                f'parameters="{self.which}" moves nothing: the model has no {kind}ordinary nn.Parameter of at least '
-                "min_tensor_bytes"
-            )
+            why = f"the model has no {kind}ordinary nn.Parameter of at least min_tensor_bytes"
+            if self.is_sharded:
+                why = "FSDP shards the parameters, and gathers and frees them itself"
+            yield f'parameters="{self.which}" moves nothing: {why}'
         if self.whole:
             yield (
                 f"all moved parameters of {self.whole} are in memory while it runs, because it is one compiled graph: "
@@ -143,7 +153,7 @@ class ParameterMover:
         self._model = weakref.ref(model)
         self._min_nbytes = min_nbytes
         self._name_of = name_of
-        self._ahead_bytes = AHEAD_BYTES if memory_limit is None else min(AHEAD_BYTES, memory_limit // 16)
+        self._ahead_bytes, behind_bytes = copied_bytes_max(memory_limit)
         self.window = Window(self._ahead_bytes, moves_trained=also_trained)
         if also_trained:
             allow_foreach(MovedParameter)
@@ -154,7 +164,6 @@ class ParameterMover:
         self._wrapped: dict[int, weakref.ref[Any]] = {}  # ForwardWrapper or CompiledCall by the identity of its module
         self._compiled: frozenset[int] = frozenset()
         self._largest_bytes = 0  # the most bytes of parameters that one module or compiled part uses
-        behind_bytes = BEHIND_BYTES if memory_limit is None else min(BEHIND_BYTES, memory_limit // 8)
         engine.in_flight_bytes_max = min(engine.in_flight_bytes_max, behind_bytes)
         try:
             unseen(self._leave, model)
@@ -168,7 +177,8 @@ class ParameterMover:
     def _leave(self, model: nn.Module) -> None:
         """Move out all parameters that may leave and are still ordinary ones; none if FSDP shards the model."""
         held = 0
-        if is_sharded(model):
+        self.counts.is_sharded = is_sharded(model)
+        if self.counts.is_sharded:
             return
         for module in walk(model):
             for parameter in own_parameters(module):

@@ -30,6 +30,7 @@ __all__ = [
 ]
 
 NOT_SAVED = "not saved for backward"
+IN_UPDATE = "in use during the optimizer's step"
 _TOLERANCE = 1e-9  # relative; far above the rounding of the segment tree, far below any relevant duration
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from itertools import accumulate
 
-from offload.plan.bounds import InfeasibleLimitError, Reason, least_feasible_limit, refusal
+from offload.plan.bounds import IN_UPDATE, InfeasibleLimitError, Reason, least_feasible_limit, refusal
 from offload.plan.cycle import Update, between_bytes, cycle_bound, cycle_bytes, freed, simulate_cycle
 from offload.plan.joint_bounds import joint_bound
 from offload.plan.result import Plan
@@ -181,7 +181,7 @@ def _refusal(trace: Trace, limit_bytes: int, update: Update, held_bytes: int) ->
     least_bytes = least_feasible_limit(least)
     if held_bytes + most > least_bytes:
         reasons = (
-            Reason(held_bytes, "in use during the optimizer's step: parameters, gradients, buffers"),
+            Reason(held_bytes, f"{IN_UPDATE}: parameters, gradients, buffers"),
             Reason(most, "of optimizer state that is read or written at a time"),
         )
         return InfeasibleLimitError(limit_bytes, held_bytes + most, reasons)

@@ -35,6 +35,7 @@ class Footprint:
 
     others: list[int]  # for each node: the maximum, without saved tensors
     gradients: list[int]  # for each node: the part of `others` that is gradients allocated before the node began
+    made_gradients: int  # those of all nodes
     produced: Mapping[int, int]  # saved tensor's id → the node that allocated it, if known
 
 
@@ -150,7 +151,8 @@ def footprint(
     for place in gradient_places & live.keys():
         _, node, nbytes = live[place]
         gradients[min(node + 1, node_count)] += nbytes
-    return Footprint(_others(events, owned, node_count), list(accumulate(gradients[:node_count])), produced)
+    *before, made = accumulate(gradients)
+    return Footprint(_others(events, owned, node_count), before, made, produced)
 
 
 def _others(events: Iterable[Event], owned: Mapping[int, int], node_count: int) -> list[int]:

@@ -234,12 +234,23 @@ class HeldMemory:
         """Those that have stepped parameters of the model, as long as they are alive."""
         return list(self._optimizers)
 
-    def frozen_bytes(self, min_nbytes: int) -> int:
-        """Return the bytes of frozen parameters in memory, without smaller ones."""
+    def parameter_bytes(self, min_nbytes: int) -> tuple[int, int]:
+        """Return the bytes of frozen and of trained parameters that do not move, without smaller ones.
+
+        Both are 0 if FSDP shards the model.
+        """
         model = self._state.model
-        parameters = model.parameters() if model is not None else ()
-        frozen = [each for each in parameters if type(each) is nn.Parameter and not each.requires_grad]
-        return sum(each.nbytes for each in frozen if each.nbytes >= min_nbytes)
+        parameters = model.parameters() if model is not None and not self._state.is_sharded else ()
+        ordinary = [each for each in parameters if type(each) is nn.Parameter and each.nbytes >= min_nbytes]
+        kept = [each for each in ordinary if "_offload_stored" not in each.__dict__]
+        trained_bytes = sum(each.nbytes for each in kept if each.requires_grad)
+        return sum(each.nbytes for each in kept) - trained_bytes, trained_bytes
+
+    def gradient_bytes_max(self, min_nbytes: int) -> int:
+        """Return the bytes of the gradients of all trained parameters, without smaller ones."""
+        model = self._state.model
+        trained = [each for each in model.parameters() if each.requires_grad] if model is not None else []
+        return sum(each.nbytes for each in trained if each.nbytes >= min_nbytes)
 
     def optimizer_bytes(self) -> int:
         """Return the bytes of optimizer state in memory, of the optimizers that have stepped."""

@@ -148,6 +148,8 @@ class Profile:
         Bytes in use before the step.
     knows_temporaries
         Whether allocations could be recorded.
+    made_gradient_bytes
+        The bytes of gradients that this step allocated, in its last node too.
     """
 
     order: StepOrder
@@ -156,6 +158,7 @@ class Profile:
     gradient_bytes: Sequence[int]
     held: HeldBytes
     knows_temporaries: bool
+    made_gradient_bytes: int = 0
 
     def room_bytes(self, limit_bytes: int | None, held: HeldBytes) -> int | None:
         """Return how many bytes the measurement of the link may use: what `held` leaves of `limit_bytes`.
@@ -165,8 +168,8 @@ class Profile:
         """
         if limit_bytes is None:
             return None
-        made_bytes = max(self.gradient_bytes, default=0)  # `held.gradients` may be from before backward
-        return max(limit_bytes // 64, limit_bytes - held.kept - max(held.gradients, made_bytes))
+        gradient_bytes = max(held.gradients, self.made_gradient_bytes)  # `held` may be from before backward
+        return max(limit_bytes // 64, limit_bytes - held.kept - gradient_bytes)
 
 
 class Profiler(Recorder):
@@ -316,7 +319,7 @@ class Profiler(Recorder):
             tensors=tuple(replace(tensor, produced=found.produced.get(tensor.id, tensor.packed)) for tensor in saved),
             source=f"recorded on {self._engine.device}, torch {torch.__version__}",
         )
-        return Profile(self.order, trace, members, found.gradients, self._held, knows)
+        return Profile(self.order, trace, members, found.gradients, self._held, knows, found.made_gradients)
 
 
 def tensor_of(storage: SavedStorage, order: StepOrder) -> SavedTensor | None:

@@ -19,6 +19,7 @@ __all__ = [
     "StorageWatch",
     "forbid_writes",
     "has_own_bytes",
+    "is_dtensor",
     "no_torch_function",
     "raise_changed",
     "set_interface",
@@ -49,6 +50,11 @@ _is_wrapped: Callable[[torch.Tensor], bool] = torch._C._functorch.is_functorch_w
 def has_own_bytes(tensor: torch.Tensor) -> bool:
     """Return whether a tensor has its own bytes: not wrapped by functorch, and no zero tensor without memory."""
     return not tensor._is_zerotensor() and not _is_wrapped(tensor)
+
+
+def is_dtensor(kind: type) -> bool:
+    """Return whether a class is torch's DTensor or a subclass; importing DTensor to compare with takes long."""
+    return any(each.__name__ == "DTensor" for each in kind.__mro__)
 
 
 def without_memory(kind: type[torch.Tensor], like: torch.Tensor, dtype: torch.dtype, device: torch.device) -> Any:

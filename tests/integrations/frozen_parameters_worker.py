@@ -42,20 +42,22 @@ def run(kind, is_moved, rank, which):
         optimizer.step()
         optimizer.zero_grad()
     held = [each.to_local() if hasattr(each, "to_local") else each for each in everything(model)]
-    counts = handle.report().moved_parameters if handle is not None else None
-    return losses + held, counts.in_bytes if counts is not None else 0
+    if handle is None:
+        return losses + held, (0, ())
+    report = handle.report()
+    return losses + held, (report.moved_parameters.in_bytes, report.notes)
 
 
 def work(rank, kind, folder, which="frozen"):
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
     plain, _ = run(kind, False, rank, which)
-    moved, in_bytes = run(kind, True, rank, which)
-    found = (len(plain) == len(moved) and all(map(torch.equal, plain, moved)), in_bytes)
+    moved, (in_bytes, notes) = run(kind, True, rank, which)
+    found = (len(plain) == len(moved) and all(map(torch.equal, plain, moved)), in_bytes, notes)
     everyone = [None, None]
     dist.all_gather_object(everyone, found)
     if rank == 0:
-        result = {"equal": [each[0] for each in everyone], "in_bytes": [each[1] for each in everyone]}
-        print(json.dumps(result), flush=True)
+        equal, in_bytes, notes = zip(*everyone, strict=True)
+        print(json.dumps({"equal": equal, "in_bytes": in_bytes, "notes": notes}), flush=True)
     dist.destroy_process_group()
 
 

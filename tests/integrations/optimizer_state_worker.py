@@ -67,7 +67,7 @@ def main():
         except AssertionError:
             is_equal = False
         [counts] = handle.report().optimizer_state
-        found[run] = {"is_equal": is_equal, "moves": counts.in_bytes > 0}
+        found[run] = {"is_equal": is_equal, "moves": counts.in_bytes > 0, "row": str(counts)}
         handle.disable()
         dist.barrier()
     (Path(sys.argv[1]) / str(dist.get_rank())).write_text(json.dumps(found))

@@ -191,6 +191,8 @@ def test_frozen_several_processes(kind, tmp_path):
     found = json.loads(ran.stdout.splitlines()[-1])
     assert found["equal"] == [True, True]
     assert all(found["in_bytes"]) == (kind != "FSDP2")
+    said = 'parameters="frozen" moves nothing: FSDP shards the parameters, and gathers and frees them itself'
+    assert [said in notes for notes in found["notes"]] == [kind == "FSDP2"] * 2
 
 
 def test_frozen_a_part_of_the_model_is_enabled():

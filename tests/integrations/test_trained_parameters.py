@@ -77,6 +77,32 @@ def test_trained_transformers_trainer(how, kind, tmp_path):
     assert saved[0] == saved[1]
 
 
+@HOW
+@pytest.mark.parametrize("kind", one_in(2, ["in backward", "in chunks"]))
+def test_trained_trl_trainer(how, kind, tmp_path, monkeypatch):
+    need("trl")
+    import test_trl as rig
+
+    monkeypatch.setattr(rig, "ON", {**ON, **(IN_BACKWARD if kind == "in backward" else {})})
+    switches = {"max_grad_norm": 0.0} if kind == "in backward" else {"max_grad_norm": 0.1}
+    plain, moved, handle = in_backward.trl_runs(how, tmp_path, max_steps=STEPS, **switches)
+    assert_moved(handle.report())
+    assert_equal(*[in_backward.everything(each.model, each.optimizer) for each in (moved, plain)])
+
+
+@pytest.mark.parametrize("kind", ["in backward", "in chunks"])
+def test_trained_peft_adapters(kind):
+    options = {**ON, **(IN_BACKWARD if kind == "in backward" else {})}
+    plain, optimizer, _ = in_backward.peft_run("lora", None, STEPS)
+    model, moved, handle = in_backward.peft_run("lora", options, STEPS)
+    report = handle.report()
+    assert_moved(report)
+    assert report.moved_parameters.trained < report.moved_parameters.tensors, "the base model moves too"
+    assert_equal(in_backward.everything(model, moved), in_backward.everything(plain, optimizer))
+    handle.disable()
+    assert_equal(in_backward.everything(model, moved), in_backward.everything(plain, optimizer))
+
+
 @pytest.mark.parametrize("when", ["before prepare", "after prepare"])
 def test_trained_accelerate(when):
     need("accelerate")
@@ -163,3 +189,5 @@ def test_trained_several_processes(kind, tmp_path):
     found = json.loads(ran.stdout.splitlines()[-1])
     assert found["equal"] == [True, True]
     assert all(found["in_bytes"]) == (kind != "FSDP2")
+    said = 'parameters="all" moves nothing: FSDP shards the parameters, and gathers and frees them itself'
+    assert [said in notes for notes in found["notes"]] == [kind == "FSDP2"] * 2

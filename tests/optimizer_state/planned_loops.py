@@ -43,7 +43,7 @@ def least_limit(kind, folder):
 def limits(kind, folder):
     """The least that works, one between that and all in memory, and a limit that is never near."""
     least = least_limit(kind, folder)
-    return least, least + (24 << 10), 64 << 20
+    return least, least + (12 << 10), 64 << 20
 
 
 def train(kind, folder):

@@ -66,10 +66,10 @@ def test_with_steps_in_backward_an_error_does_not_advise_it(tmp_path, monkeypatc
         with pytest.raises(offload.InfeasibleLimitError) as refused:
             train(model, optimizer)
         handle.disable()
-        return refused.value.knobs
+        return {knob.text.split("=")[0] for knob in refused.value.knobs}
 
-    assert [knob.text.split("=")[0] for knob in refusal(optimizer_state=False)] == ["optimizer_state"]
-    assert refusal(step_in_backward=True) == ()
+    assert "optimizer_state" in refusal(optimizer_state=False)
+    assert refusal(step_in_backward=True) == {"parameters"}
 
 
 def test_updates_that_backward_leaves_to_step_are_timed_once(tmp_path):

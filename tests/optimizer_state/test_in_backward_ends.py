@@ -207,7 +207,7 @@ def test_disabled_between_backward_and_step(asked, tmp_path, caplog):
     model, optimizer = prepared(on)
     loss_of(model, 2).backward()
     on.off()
-    assert "8 parameters were updated in backward, and optimizer.step() was not called" in caplog.text
+    assert "8 parameters were updated in backward, but optimizer.step() was not called" in caplog.text
     with pytest.raises(offload.StepInBackwardError, match="need step_in_backward=False"):
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     with pytest.raises(offload.StepInBackwardError, match="a backward pass adds to a gradient"):

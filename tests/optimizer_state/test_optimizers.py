@@ -4,8 +4,10 @@ import itertools
 
 import pytest
 import torch
-from core.store_rig import TIERS
+from core.store_rig import TIERS, make_store
+from live_bytes import Peak
 from state_rig import (
+    MIN_BYTES,
     OPTIMIZERS,
     TORCH_DIFFERS,
     assert_equal,
@@ -15,8 +17,10 @@ from state_rig import (
     params_of,
     run,
 )
+from users_rig import On, train, trained
 
 from offload.optimizer_state import mover as mover_module
+from offload.runtime.engine import Engine
 
 STEPS = 20
 DTYPES = [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.full)]
@@ -101,6 +105,58 @@ def test_only_a_chunk_and_the_windows_are_in_memory(tmp_path, monkeypatch):
     largest = max(2 * param.nbytes for param in params_of(moved))
     assert max(most) <= max(largest, mover_module.CHUNK_BYTES)
     mover.close()
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_a_checkpoint_is_loaded_one_parameter_at_a_time(tier, tmp_path, monkeypatch):
+    """In memory are what is being written, until somebody waits for its end, and the next parameter's state."""
+    monkeypatch.setattr(Engine, "collect", lambda self: None)
+    plain, moved = (torch.optim.AdamW([torch.nn.Parameter(torch.ones(64, 64)) for _ in range(20)]) for _ in range(2))
+    run(plain, 1)
+    checkpoint = plain.state_dict()
+    mover = make_mover(moved, tier, tmp_path)
+    peak = Peak()
+    with peak.watch():
+        moved.load_state_dict(checkpoint)
+    of_one = 2 * (16 << 10)
+    scalars = 1024  # in place of what has left
+    assert of_one < peak.nbytes <= mover_module.BEHIND_BYTES + of_one + scalars
+    assert moved.state.away_nbytes == 20 * of_one > 5 * peak.nbytes
+    assert_equal(moved.state_dict()["state"], checkpoint["state"])
+    mover.close()
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_an_update_takes_the_place_of_what_was_stored(tier, tmp_path):
+    """Space in the store is needed once, beside what is being copied."""
+    moved = make_optimizer(*OPTIMIZERS["AdamW"])
+    host_bytes_max = 128 << 10 if tier == "slab+disk" else 2 << 20  # so that some state is on the disk
+    engine = Engine(make_store(tier, tmp_path, host_bytes_max=host_bytes_max), torch.device("cpu"))
+    mover = mover_module.StateMover(moved, engine, MIN_BYTES, str)
+    run(moved, 20)
+    engine.drain()
+    mover.look()
+    counts, stats = mover.counts, engine.store.stats()
+    assert counts.failed == 0
+    assert counts.out_bytes > 15 * counts.nbytes
+    nbytes = counts.nbytes + counts.tensors * 4096  # of whole pages
+    windows = mover_module.CHUNK_BYTES + mover_module.AHEAD_BYTES + mover_module.BEHIND_BYTES
+    most = {"direct": nbytes, "slab": nbytes + windows, "slab+disk": nbytes}[tier]
+    assert 0 < stats["pool_high_water_bytes" if tier == "slab" else "spill_high_water_bytes"] <= most
+    mover.close()
+
+
+@pytest.mark.parametrize("more", [{"step_in_backward": True}, {"gradients": True}], ids=str)
+def test_the_spill_file_has_state_and_gradients_once(more, tmp_path):
+    on = On(True, tmp_path, optimizer_state=True, **more)
+    model, optimizer = trained(on)
+    train(model, optimizer, 10, begin=2)
+    report = on.handles[0].report()
+    moved = [*report.optimizer_state, *report.gradients]
+    most = sum(counts.nbytes + counts.tensors * 4096 for counts in moved)
+    assert all(counts.out_bytes >= 10 * counts.nbytes for counts in moved)
+    assert 0 < optimizer.state.engine.store.stats()["spill_high_water_bytes"] <= most
+    on.off()
 
 
 class CountsInGroup(torch.optim.Optimizer):

@@ -1,5 +1,6 @@
 """Disk and memory that fail while optimizer state moves: nothing is lost, and nothing wrong is used."""
 
+import copy
 import errno
 
 import pytest
@@ -7,6 +8,8 @@ import torch
 from core.store_rig import TIERS, make_store
 from faults.inject import inject_fault
 from state_rig import OPTIMIZERS, assert_equal, everything, make_mover, make_optimizer, params_of, run, set_gradients
+from users_rig import On, make_model, train, trained
+from users_rig import everything as all_of
 
 import offload
 from offload.optimizer_state import mover as mover_module
@@ -82,6 +85,35 @@ def test_a_read_that_fails_names_the_parameter(kind, tmp_path):
     run(moved, 2, begin=4)
     assert_equal(everything(moved), everything(plain))
     mover.close()
+
+
+@pytest.mark.parametrize("more", [{}, {"step_in_backward": True}, {"gradients": True}], ids=str)
+def test_after_a_read_that_fails_the_checkpoint_is_loaded(more, tmp_path):
+    """It is loaded while nothing can be read. Its own state cannot be used either until the fault is gone."""
+    on = On(True, tmp_path, optimizer_state=True, **more)
+    model, optimizer = trained(on)
+    weights, states = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    train(model, optimizer, 2, begin=2)
+    engine = optimizer.state.engine
+    engine.drain()
+    inject_fault(engine.store, "read", "error", 1, errno.EIO, persistent=True)
+    for _ in range(2):
+        with pytest.raises(offload.OptimizerStateError, match="load the optimizer's state_dict of the latest"):
+            train(model, optimizer, 1, begin=4)
+        model.load_state_dict(weights)
+        optimizer.load_state_dict(copy.deepcopy(states))  # steps change the small tensors of what is loaded
+        engine.drain()
+        assert optimizer.state.peek(model[0].weight)["exp_avg"].isnan().all()
+    inject_fault(engine.store, "read", "error", 0)
+    plain = make_model()
+    plain_optimizer = torch.optim.AdamW(plain.parameters())
+    plain.load_state_dict(weights)
+    plain_optimizer.load_state_dict(states)
+    for each in ((model, optimizer), (plain, plain_optimizer)):
+        train(*each, 3, begin=2)
+    assert on.counts[0].in_bytes > 0
+    assert_equal(all_of(model, optimizer), all_of(plain, plain_optimizer))
+    on.off()
 
 
 def one_at_a_time(optimizer, first_failing):

@@ -40,11 +40,11 @@ class Net(nn.Module):
         return self.layers(x * 2)
 
 
-def enable(model, directory, tier):
+def enable(model, directory, tier, **more):
     if tier == "slab":
         session.make_engine = make_slab_engine
     options = {"n_tensors": -1, "lb": 2, "min_tensor_bytes": 1, "spill_dir": directory}
-    return offload.enable(model, **options)
+    return offload.enable(model, **options, **more)
 
 
 def make_slab_engine(device, options):
@@ -58,10 +58,10 @@ def make_slab_engine(device, options):
     return engine
 
 
-def steps(model, count, handle=None):
+def steps(model, count, handle=None, optimizer=None):
     """Train `count` steps (None: for ever) from a seed; where there is a handle, every copy ends before backward."""
     torch.manual_seed(0)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.01)
     done = 0
     while count is None or done < count:
         loss = model(torch.randn(1000, 64)).square().mean()
@@ -119,6 +119,27 @@ def train(directory, tier, count):
             "files": held_spill_files(directory),
             "visible": [each.name for each in Path(directory).iterdir()],
         }
+
+
+def train_moved(directory):
+    """Train for ever; after each step, AdamW's state and the parameters are in the spill file, or on their way."""
+    model = new_net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    more = {"optimizer": optimizer, "optimizer_state": True, "step_in_backward": True, "parameters": "all"}
+    handle = enable(model, directory, "direct", **more)
+    optimizer.register_step_post_hook(lambda *_: assert_away(handle))
+    steps(model, None, handle, optimizer)
+
+
+def assert_away(handle):
+    """After every other step, that no byte is on its way, and that three tensors of two weights are in the file."""
+    (states,) = handle._states._alive()
+    assert states.share.updates > 0
+    if states.share.updates % 2:
+        for engine in (states.engine, handle._enabled.parameters.engine):
+            engine.drain()
+            assert engine.resident.now == 0
+        assert states.engine.store.stats()["spill_used_bytes"] >= 3 * 2 * (12 << 10)
 
 
 def end(directory, tier, where):
@@ -258,36 +279,18 @@ def reach_limit(directory, tier, limit, room_bytes=0, slab_bytes=640 << 10):
     plain, model = new_net(), new_net()
     steps(plain, 6)
     SLAB_BYTES["all"] = slab_bytes
-    kind = getattr(resource, limit, None)
-    before = resource.getrlimit(kind) if kind is not None else None
+    met = Limit(limit, directory, room_bytes)
     if limit == "RLIMIT_MEMLOCK":  # what is locked is taken at once
         give_up_locking()
-        resource.setrlimit(kind, (4096, before[1]))
+        met.impose()
     handle = enable(model, directory, tier)
-    ballast = Path(directory) / "ballast"
-
-    def impose():
-        if limit == "disk":
-            fill(ballast)
-        elif limit == "RLIMIT_AS":
-            enlarge_stacks()
-            resource.setrlimit(kind, (virtual_bytes() + room_bytes, before[1]))
-        else:
-            resource.setrlimit(kind, (4096, before[1]))
-
-    def lift():
-        if limit == "disk":
-            ballast.unlink()
-        else:
-            resource.setrlimit(kind, before)
-
     torch.manual_seed(0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     counts = []
-    impose()
+    met.impose()
     for number in range(6):
         if number == 3:
-            lift()
+            met.lift()
         store = handle._engine.store.stats()
         loss = model(torch.randn(1000, 64)).square().mean()
         handle._engine.drain()
@@ -308,6 +311,69 @@ def reach_limit(directory, tier, limit, room_bytes=0, slab_bytes=640 << 10):
         "notes": list(about.notes),
         "live": [handle._engine.live_records, stats["live_tickets"], stats["spill_used_bytes"]],
     }
+
+
+def reach_limit_with_state(directory, limit, room_bytes):
+    """The same while AdamW's state moves: four tensors of 16 KiB. Plain weights and states throughout."""
+    plain, model = new_net(), new_net()
+    plain_optimizer, optimizer = torch.optim.AdamW(plain.parameters()), torch.optim.AdamW(model.parameters())
+    options = {"n_tensors": 0, "min_tensor_bytes": 8 << 10, "spill_dir": directory}
+    handle = offload.enable(model, optimizer=optimizer, optimizer_state=True, **options)
+    engine = optimizer.state.engine
+    met = Limit(limit, directory, room_bytes)
+    in_memory, equal = [], []
+    met.impose()
+    for number in range(6):
+        if number == 3:
+            equal.append(are_equal(model, plain) and are_states_equal(optimizer, plain_optimizer))
+            met.lift()
+        steps(plain, 1, optimizer=plain_optimizer)
+        steps(model, 1, optimizer=optimizer)
+        engine.drain()
+        in_memory.append(engine.resident.now)
+    equal.append(are_equal(model, plain) and are_states_equal(optimizer, plain_optimizer))
+    about = handle.report()
+    handle.disable()
+    stats = engine.store.stats()
+    return {
+        "equal": equal,
+        "in_memory": in_memory,
+        "failed": about.optimizer_state[0].failed,
+        "notes": list(about.notes),
+        "left": [engine.resident.now, stats["live_tickets"], stats["spill_used_bytes"]],
+    }
+
+
+def are_states_equal(optimizer, other):
+    one, two = optimizer.state_dict()["state"], other.state_dict()["state"]
+    return all(torch.equal(value, two[key][name]) for key, state in one.items() for name, value in state.items())
+
+
+class Limit:
+    """A limit of the process by its name in `resource`; for "disk", a disk that is full but for `room_bytes`."""
+
+    def __init__(self, name, directory, room_bytes=0):
+        self.name = name
+        self.room_bytes = room_bytes
+        self.ballast = Path(directory) / "ballast"
+        self.kind = getattr(resource, name, None)
+        self.before = resource.getrlimit(self.kind) if self.kind is not None else None
+
+    def impose(self):
+        if self.name == "disk":
+            fill(self.ballast)
+            os.truncate(self.ballast, self.ballast.stat().st_size - self.room_bytes)
+        elif self.name == "RLIMIT_AS":
+            enlarge_stacks()
+            resource.setrlimit(self.kind, (virtual_bytes() + self.room_bytes, self.before[1]))
+        else:
+            resource.setrlimit(self.kind, (4096, self.before[1]))
+
+    def lift(self):
+        if self.name == "disk":
+            self.ballast.unlink()
+        else:
+            resource.setrlimit(self.kind, self.before)
 
 
 def enlarge_stacks():

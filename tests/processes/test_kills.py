@@ -5,13 +5,17 @@ import random
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 HERE = Path(__file__).resolve().parent
 TOGETHER = 6
+# What is trained until it is killed.
+TRAININGS = {
+    "saved tensors": [("train", {"tier": tier, "count": None}) for tier in ("direct", "slab")],
+    "model state": [("train_moved", {})],
+}
 one_tier = pytest.mark.parametrize("tier", ["direct", pytest.param("slab", marks=pytest.mark.full)])
 
 
@@ -43,24 +47,26 @@ def test_a_held_file_is_seen(spill_directory):
 
 @pytest.mark.long
 @pytest.mark.timeout(3600)
-def test_killed_at_random_points(processes, spill_directory, is_full, campaign_counts):
+@pytest.mark.parametrize("moved", TRAININGS)
+def test_killed_at_random_points(processes, spill_directory, moved, is_full, campaign_counts):
     seed = random.randrange(1 << 32)
     choose = random.Random(seed)
     trained, patience = 0, 1.0
     while trained <= 10:  # on a busy machine all may be killed before their first step
         assert patience < 60, f"seed {seed}: none trains"
-        trained += kill_trainings(processes, spill_directory, choose, 25 if is_full else 1, patience, campaign_counts)
+        times_each = 25 if is_full else 1
+        trained += kill_trainings(processes, spill_directory, moved, choose, times_each, patience, campaign_counts)
         patience *= 3
 
 
-def kill_trainings(processes, spill_directory, choose, times_each, patience, campaign_counts):
-    """Kill trainings on both tiers; how many steps were taken before."""
+def kill_trainings(processes, spill_directory, moved, choose, times_each, patience, campaign_counts):
+    """Kill trainings; how many steps were taken before."""
     trained = 0
-    for tier in ("direct", "slab"):
+    for job, arguments in TRAININGS[moved]:
         for _ in range(times_each):
             times = [patience * choose.uniform(0, choose.choice([0.1, 0.5, 1.5])) for _ in range(TOGETHER)]
             outcomes = processes.run(
-                "train", kill_after_s=times, copies=TOGETHER, directory=str(spill_directory), tier=tier, count=None
+                job, kill_after_s=times, copies=TOGETHER, directory=str(spill_directory), **arguments
             )
             found = [(outcome["status"], outcome["stderr"]) for outcome in outcomes]
             assert found == [(-signal.SIGKILL, "")] * TOGETHER, f"killed after {times}"
@@ -70,17 +76,19 @@ def kill_trainings(processes, spill_directory, choose, times_each, patience, cam
     return trained
 
 
-def test_killed_fresh_process(spill_directory):
-    """The same without a zygote, and seen to hold its file before."""
-    code = f"import jobs; jobs.train({str(spill_directory)!r}, 'direct', None)"
+@pytest.mark.parametrize("moved", ["saved tensors", pytest.param("model state", marks=pytest.mark.long)])
+def test_killed_fresh_process(spill_directory, moved):
+    """The same without a zygote, after a step, and seen to hold its file before."""
+    job, arguments = TRAININGS[moved][0]
+    code = f"import jobs; jobs.{job}({str(spill_directory)!r}, **{arguments!r})"
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(HERE), *filter(None, sys.path)])}
-    process = subprocess.Popen([sys.executable, "-c", code], env=environment)
-    deadline = time.monotonic() + 120
-    while not holders(spill_directory):
-        assert process.poll() is None
-        assert time.monotonic() < deadline, "no spill file"
-        time.sleep(0.05)
-    process.kill()
+    process = subprocess.Popen([sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE)
+    try:
+        assert process.stdout.readline() == b"1\n"
+        assert holders(spill_directory)
+    finally:
+        process.kill()
+        process.stdout.close()
     assert process.wait(60) == -signal.SIGKILL
     assert_nothing_left(spill_directory)
 

@@ -19,6 +19,22 @@ def test_no_room_in_the_file(processes, spill_directory, request, tier, limit, c
         assert any(text in note and "offset" in note and str(directory) in note for note in found["notes"]), found
 
 
+@pytest.mark.parametrize(("limit", "room_bytes"), [("RLIMIT_FSIZE", 0), ("disk", 0), ("disk", 16 << 10)])
+def test_no_room_for_optimizer_state(processes, spill_directory, request, limit, room_bytes, campaign_counts):
+    """What finds no room stays in memory, and each step tries again."""
+    directory = request.getfixturevalue("small_disk") if limit == "disk" else spill_directory
+    found = processes.ask("reach_limit_with_state", directory=str(directory), limit=limit, room_bytes=room_bytes)
+    assert found["equal"] == [True, True]
+    staying = 3 if room_bytes else 4
+    assert found["in_memory"] == 3 * [staying * (16 << 10)] + 3 * [0]
+    assert found["failed"] == 3 * staying
+    assert found["left"] == [0, 0, 0]
+    text = "File too large" if limit == "RLIMIT_FSIZE" else "No space left on device"
+    note = f"{found['failed']} tensors of optimizer state stayed because writing them failed"
+    assert any(note in each and text in each and str(directory) in each for each in found["notes"]), found
+    campaign_counts["real limits met"] += 1
+
+
 @pytest.mark.parametrize("what", ["slab", "thread"])
 def test_no_address_space(processes, spill_directory, what, campaign_counts):
     """For a slab: what cannot leave stays. For the threads that fill one with pages: they are not needed."""

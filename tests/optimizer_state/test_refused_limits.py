@@ -1,0 +1,136 @@
+"""What the error of a refused limit says of gradients and parameters: arguments that free them, and their bytes."""
+
+import pytest
+import torch
+from torch import nn
+
+import offload
+from offload.optimizer_state import mover
+
+LIMIT = 2 << 10
+LEAST = 1024  # min_tensor_bytes
+GRADIENTS = {"gradients", "step_in_backward"}
+
+
+@pytest.fixture(autouse=True)
+def any_number_of_bytes_is_worth_it(monkeypatch):
+    monkeypatch.setattr("offload.control.refusal._WORTH_BYTES", 1)
+
+
+def make_model():
+    """Twelve equal layers, so that one update in backward takes little compared to all gradients."""
+    torch.manual_seed(0)
+    return nn.Sequential(*[layer for _ in range(12) for layer in (nn.Linear(60, 60), nn.GELU())])
+
+
+def refused(folder, make=make_model, kind=torch.optim.AdamW, passes=1, **asked):
+    """The error of a training run with `passes` backward passes for each update."""
+    model = make()
+    optimizer = kind([p for p in model.parameters() if p.requires_grad])
+    knobs = {"memory_limit": LIMIT, "min_tensor_bytes": LEAST, "recompute": False, "spill_dir": folder}
+    handle = offload.enable(model, optimizer=optimizer, **knobs, **asked)
+    with pytest.raises(offload.InfeasibleLimitError) as error:
+        train(model, optimizer, passes)
+    handle.disable()
+    return error.value
+
+
+def train(model, optimizer, passes):
+    for _ in range(4):
+        optimizer.zero_grad()
+        for _ in range(passes):
+            model(torch.ones(32, 60)).square().mean().backward()
+        optimizer.step()
+
+
+def names(error):
+    return {knob.text.split("=")[0] for knob in error.knobs}
+
+
+def knob(error, text):
+    [found] = [each.bytes for each in error.knobs if each.text.startswith(text)]
+    return found
+
+
+def nbytes(parameters, least=0):
+    return sum(each.nbytes for each in parameters if each.nbytes >= least)
+
+
+def test_gradients_in_memory_at_the_peak(tmp_path):
+    error = refused(tmp_path, optimizer_state=False)
+    [in_memory] = [each.bytes for each in error.reasons if each.text.startswith("of gradients")]
+    assert knob(error, "step_in_backward=True updates") == in_memory
+    large = nbytes(make_model().parameters(), LEAST)
+    assert knob(error, "gradients=True with optimizer_state=True lets") == min(in_memory, large)
+    without = refused(tmp_path, optimizer_state=False, step_in_backward=True)
+    assert 0 < error.least_limit_bytes - without.least_limit_bytes <= in_memory
+
+
+def test_what_is_asked_for_already_is_not_named(tmp_path):
+    moved, both = refused(tmp_path, optimizer_state=True), refused(tmp_path, optimizer_state=True, gradients=True)
+    assert 0 < moved.least_limit_bytes - both.least_limit_bytes <= knob(moved, "gradients=True lets")
+    assert not names(both) & GRADIENTS
+    assert not names(refused(tmp_path, optimizer_state=True, step_in_backward=True)) & GRADIENTS
+
+
+def test_a_peak_in_the_update(tmp_path):
+    error = refused(tmp_path)
+    assert any(each.text.startswith("in use during the optimizer's step") for each in error.reasons)
+    gradients, large = nbytes(make_model().parameters()), nbytes(make_model().parameters(), LEAST)
+    assert knob(error, "gradients=True with optimizer_state=True lets") == large
+    assert knob(error, "step_in_backward=True with optimizer_state=True updates") == gradients - mover.AHEAD_BYTES
+
+
+def test_what_takes_the_place_of_gradients(tmp_path, monkeypatch):
+    for limit in ("AHEAD_BYTES", "BEHIND_BYTES"):
+        monkeypatch.setattr(mover, limit, nbytes(make_model().parameters()))
+    assert not names(refused(tmp_path)) & GRADIENTS
+
+
+def test_accumulated_gradients_are_not_freed_in_backward(tmp_path):
+    assert names(refused(tmp_path, passes=2, optimizer_state=False)) & GRADIENTS == {"gradients"}
+
+
+class Temporary(nn.Module):
+    """Needs a large tensor in forward alone."""
+
+    def forward(self, x):
+        with torch.no_grad():
+            return x + 0 * torch.ones(4 << 20).sum()
+
+
+def test_a_peak_without_gradients(tmp_path):
+    error = refused(tmp_path, lambda: nn.Sequential(Temporary(), make_model()), optimizer_state=False)
+    assert error.least_limit_bytes > 16 << 20
+    assert not names(error) & GRADIENTS
+
+
+class Own(torch.optim.AdamW):
+    pass
+
+
+def test_optimizers_that_would_have_to_be_tried(tmp_path):
+    assert not names(refused(tmp_path, kind=Own, optimizer_state=False)) & GRADIENTS
+
+
+def test_gradients_that_other_processes_wait_for(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    assert not names(refused(tmp_path, optimizer_state=False)) & GRADIENTS
+
+
+def half_frozen():
+    model = make_model()
+    model[:12].requires_grad_(False)
+    return model
+
+
+def test_parameters_that_could_move(tmp_path):
+    model = half_frozen()
+    frozen, every = nbytes(model[:12].parameters(), LEAST), nbytes(model.parameters(), LEAST)
+    copied = LIMIT // 16 + LIMIT // 8
+    error = refused(tmp_path, half_frozen, parameters=False)
+    assert knob(error, 'parameters="frozen"') == frozen
+    assert knob(error, 'parameters="all"') == every - copied
+    error = refused(tmp_path, half_frozen, parameters="frozen")
+    assert knob(error, "parameters=") == every - frozen - copied
+    assert "parameters" not in names(refused(tmp_path, parameters="all"))
