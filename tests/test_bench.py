@@ -160,7 +160,7 @@ def test_a_run_ends_at_its_cap(bench: Any) -> None:
         race.Runner(setting, contestants.PLAIN, cap_bytes=16 << 20)
 
 
-@pytest.mark.long
+@pytest.mark.full
 def test_a_race_compares_bits_and_figures(bench: Any) -> None:
     race, contestants = bench["race"], bench["contestants"]
     with race.Meeting(race.setting_of("lstm", "tiny"), rounds=2) as meeting:

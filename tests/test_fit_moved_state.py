@@ -352,7 +352,7 @@ def run(*words: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, *map(str, words)], capture_output=True, text=True, timeout=280, check=False)
 
 
-@pytest.mark.long
+@pytest.mark.full
 def test_a_script_with_much_state_fits_once_it_is_moved() -> None:
     script, limit = HERE / "unmodified" / "wide.py", 640 * MIB
     done = run("-m", "offload", "fit", script, "--memory", limit, "--json")

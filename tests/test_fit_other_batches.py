@@ -59,7 +59,7 @@ def largest(said: dict[str, Any]) -> int:
     return found
 
 
-@pytest.mark.long
+@pytest.mark.full
 def test_what_does_not_grow_with_the_batch_is_not_scaled(tmp_path: Path) -> None:
     said = fit(tmp_path, 512)
     assert "twice more, with 512 items and with 256" in said["notes"][-1]

@@ -118,7 +118,7 @@ def test_malloc_stays_as_it_is_where_memory_is_not_limited_or_nothing_moves() ->
     "chosen",
     [
         {"MALLOC_MMAP_THRESHOLD_": str(64 << 20)},
-        {"GLIBC_TUNABLES": f"glibc.malloc.mmap_threshold={64 << 20}"},
+        pytest.param({"GLIBC_TUNABLES": f"glibc.malloc.mmap_threshold={64 << 20}"}, marks=pytest.mark.full),
     ],
 )
 def test_a_threshold_of_the_environment_stays(chosen: dict[str, str]) -> None:
