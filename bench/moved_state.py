@@ -16,14 +16,15 @@ Weights and states are compared bit by bit: exit status 1 where they differ.
 | mapped | optimizer state is in tensors of `torch.from_file`, as one would without offload |
 | copies in update | nothing. As many bytes as "state" moves are read and written meanwhile, without checksums |
 | copies around | as the former, but 370 MiB are read in backward already, and as many are written in the next forward |
-| copies in backward | nothing. As many bytes as "in backward" moves are read and written meanwhile |
+| copies in backward | nothing. As many bytes are read and written between the beginnings of two backward passes |
 
 While memory is free, the system keeps all pages of mapped files; when it is short, it writes and drops them. So that
 "mapped" does not depend on what else is in memory, pages are written and dropped after each step. They count in its
 memory. The three last kinds show what the copies alone cost, whoever makes them: their memory means nothing.
 
-`update_seconds` are those in `optimizer.step()`; `out_seconds` and `in_seconds` those in which the store wrote and
-read, beside each other and beside computation; `copy_processor_seconds` what copying threads took of the processor.
+`update_seconds` are those in `optimizer.step()`, and for the last four kinds in waiting for files after it;
+`out_seconds` and `in_seconds` those in which the store wrote and read, beside each other and beside computation;
+`copy_processor_seconds` what copying threads took of the processor.
 """
 
 from __future__ import annotations

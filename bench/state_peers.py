@@ -66,7 +66,7 @@ class BareCopies(Peer):
     """Reads and writes as many bytes as the state has in each step, by direct I/O, into one buffer and from another.
 
     Training keeps its state in memory and does not use these bytes, and nothing is computed from them. Whatever moves
-    the state copies as much, in the same part of the step.
+    the state copies as much.
     """
 
     def __init__(self, optimizer: Any, min_tensor_bytes: int) -> None:
@@ -140,7 +140,7 @@ class CopiesAroundUpdate(CopiesInUpdate):
 
 
 class CopiesInBackward(BareCopies):
-    """As `step_in_backward=True` beside it: copies begin with backward and may go on until the next backward."""
+    """As many bytes from the beginning of backward to that of the next: more time than `step_in_backward=True` has."""
 
     def before_backward(self) -> None:
         """Wait for the last step's copies, and begin this step's."""

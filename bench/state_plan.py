@@ -5,7 +5,7 @@
 trains a stack of linear layers with AdamW in processes of their own: without offload, and with three values of
 `memory_limit`: one that is never near, the least that works, and one between. A row has the state that moves, the
 predicted and the measured duration of a step with its update, the lower bound, and the memory that the plan predicts
-beside that of the process. Weights have to be equal to the last bit; exit status 1 if they are not. `--quick` takes a
+beside that of the process. The sums of the weights have to be equal; exit status 1 if they are not. `--quick` takes a
 tiny model and smaller chunks. The malloc is that of the environment: begin with `offload run --`.
 """
 

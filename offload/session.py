@@ -271,10 +271,10 @@ def _enable(
             mover = ParameterMover(*about, also_trained=moved == "all")
         if fill is not None:
             fill.run(mover.leave if mover is not None else None)
-        session = compiled.untraced(Session, model, device, options, engine, asked, states, mover)
-        registry.register(session._enabled)
         if mover is not None or used:
             release_free_memory()  # that of the parameters and the state that have just left
+        session = compiled.untraced(Session, model, device, options, engine, asked, states, mover)
+        registry.register(session._enabled)
     except BaseException:  # also after an interrupt
         states.close()
         if fill is not None:

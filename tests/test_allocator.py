@@ -235,6 +235,7 @@ def test_what_leaves_at_enable_goes_back_to_the_system() -> None:
         [sys.executable, "-c", MOVED], env=environment, check=True, capture_output=True, text=True, cwd=ROOT
     )
     name, parameters, state = run.stdout.split()
-    if name in ("glibc", "tcmalloc"):
-        assert int(parameters) > 50 << 20  # of 64 MiB
-        assert int(state) > 50 << 20  # of 128 MiB, of which 64 MiB are still being written
+    if name not in ("glibc", "tcmalloc"):
+        pytest.skip(f"{name} cannot be told to return memory")
+    assert int(parameters) > 50 << 20  # of 64 MiB
+    assert int(state) > 50 << 20  # of 128 MiB, of which 64 MiB are still being written

@@ -57,7 +57,7 @@ def explained(
     movable_bytes: int,
     window_bytes: int,
     frozen_bytes: int,
-    trained_bytes: int,
+    parameter_bytes: int,
     copied_bytes: int,
     for_gradients: Sequence[GradientKnob],
 ) -> InfeasibleLimitError:
@@ -80,8 +80,8 @@ def explained(
         may still be being written.
     window_bytes
         Bytes of this state that are in memory at a time during an update, including what is being read and written.
-    frozen_bytes, trained_bytes
-        Bytes of frozen and of trained parameters in memory that could move.
+    frozen_bytes, parameter_bytes
+        By how many bytes frozen parameters in memory, and all parameters, could be fewer.
     copied_bytes
         How many bytes of them may be read ahead or still be written at a time if both move.
     for_gradients
@@ -96,7 +96,7 @@ def explained(
     gradients = _gradients_at_peak(error, planned)
     found = [
         *_knobs(options, counts, movable_bytes, least_bytes),
-        *_knobs_of_parameters(frozen_bytes, trained_bytes, copied_bytes),
+        *_knobs_of_parameters(frozen_bytes, parameter_bytes, copied_bytes),
         *((each.freed_bytes(gradients), each.text) for each in for_gradients),
     ]
     knobs = [Reason(nbytes, text) for nbytes, text in found if nbytes >= _WORTH_BYTES]
@@ -136,11 +136,11 @@ def _gradients_at_peak(error: InfeasibleLimitError, planned: PlannedStep) -> int
     return 0
 
 
-def _knobs_of_parameters(frozen_bytes: int, trained_bytes: int, copied_bytes: int) -> Iterator[tuple[int, str]]:
+def _knobs_of_parameters(frozen_bytes: int, parameter_bytes: int, copied_bytes: int) -> Iterator[tuple[int, str]]:
     while_unused = "leave memory while no module uses them"
     yield frozen_bytes, f'parameters="frozen" lets frozen parameters {while_unused}'
-    if trained_bytes:
-        yield frozen_bytes + trained_bytes - copied_bytes, f'parameters="all" lets all parameters {while_unused}'
+    if parameter_bytes > frozen_bytes:
+        yield parameter_bytes - copied_bytes, f'parameters="all" lets all parameters {while_unused}'
 
 
 def _knobs(options: Options, counts: Counts, movable_bytes: int, least_bytes: int) -> Iterator[tuple[int, str]]:

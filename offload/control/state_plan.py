@@ -18,6 +18,7 @@ from offload.optimizer_state import mover
 from offload.optimizer_state.gradient_mover import why_all_gradients_stay
 from offload.optimizer_state.in_backward import is_known_to_step_in_backward
 from offload.optimizer_state.movers import MovableChunk, StateMovers
+from offload.optimizer_state.state_tensor import largest_state_bytes
 from offload.options import Options
 from offload.parameters.mover import copied_bytes_max
 from offload.plan import InfeasibleLimitError, Plan, StateChunk, Update, fastest_share, unswapped_bytes
@@ -137,7 +138,7 @@ class StatePlanner:
     ) -> InfeasibleLimitError:
         kept, (away, _) = self._held.optimizer_bytes(), self._states.away_bytes()
         kept += away - sum(chunk.nbytes for chunk in chunks)  # stays, if all chunks leave as in the refused plan
-        frozen_bytes, trained_bytes = self._held.parameter_bytes(self._options.min_tensor_bytes)
+        frozen_bytes, parameter_bytes = self._held.parameter_bytes(self._options.min_tensor_bytes)
         movable = 0
         if not (self._states.is_planned or self._states.steps_in_backward or away):
             movable = self._states.movable_bytes(self._held.optimizers)
@@ -150,7 +151,7 @@ class StatePlanner:
             movable_bytes=max(0, movable - mover.BEHIND_BYTES),
             window_bytes=min(movable, mover.CHUNK_BYTES + mover.AHEAD_BYTES),
             frozen_bytes=frozen_bytes,
-            trained_bytes=trained_bytes,
+            parameter_bytes=parameter_bytes,
             copied_bytes=sum(copied_bytes_max(self._options.memory_limit)),
             for_gradients=self._for_gradients(),
         )
@@ -173,10 +174,11 @@ class StatePlanner:
             nbytes_max = self._held.gradient_bytes_max(self._options.min_tensor_bytes)
             text = f"{name} lets gradients leave memory in backward"
             found.append(GradientKnob(text, nbytes_max, writing_bytes=mover.BEHIND_BYTES))
-        if optimizers and states.micro_batches == 1:
+        if optimizers and states.micro_batches == 1:  # of optimizers whose state stays, this is not known
             name = "step_in_backward=True with optimizer_state=True" if states.is_planned else "step_in_backward=True"
-            ahead_bytes = mover.AHEAD_BYTES if states.counts else 0
-            text = f"{name} updates parameters in backward and frees their gradients"
+            largest = max(map(largest_state_bytes, optimizers)) if states.counts else 0
+            ahead_bytes = mover.AHEAD_BYTES + largest if largest else 0
+            text = f"{name} updates parameters in backward and frees their gradients (without gradient accumulation)"
             found.append(GradientKnob(text, self._held.gradient_bytes_max(0), ahead_bytes=ahead_bytes))
         return found
 

@@ -209,7 +209,8 @@ class StateMover:
     def look(self) -> None:
         """Bring `counts` up to date."""
         counts, state, optimizer = self.counts, self._state, self._optimizer()
-        counts.dtensors = count_dtensors(optimizer.state) if optimizer is not None else counts.dtensors
+        if optimizer is not None and counts.steps <= 1:  # later steps make no state of another kind
+            counts.dtensors = count_dtensors(optimizer.state)
         if state is not None:
             counts.nbytes, counts.tensors = state.nbytes, sum(map(len, state.tensors.values()))
             self.engine.collect()

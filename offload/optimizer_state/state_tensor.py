@@ -15,7 +15,7 @@ from offload.runtime.engine import Engine, has_storage
 from offload.torch_compat.optimizers import is_in_shared_memory, nan_like
 from offload.torch_compat.tensors import has_own_bytes, is_dtensor
 
-__all__ = ["StateTensor", "count_dtensors", "is_movable"]
+__all__ = ["StateTensor", "count_dtensors", "is_movable", "largest_state_bytes"]
 
 
 def is_movable(value: object, device: torch.device, min_nbytes: int) -> bool:
@@ -34,11 +34,21 @@ def is_movable(value: object, device: torch.device, min_nbytes: int) -> bool:
     )
 
 
-def count_dtensors(optimizer_state: dict[Any, Any]) -> int:
+def count_dtensors(optimizer_state: Any) -> int:
     """Return how many tensors of an optimizer's state are DTensors, as those of sharded parameters are."""
-    states = [state for state in dict.values(optimizer_state) if isinstance(state, dict)]
-    kinds = {kind for kind in {type(value) for state in states for value in state.values()} if is_dtensor(kind)}
-    return sum(type(value) in kinds for state in states for value in state.values()) if kinds else 0
+    if not isinstance(optimizer_state, dict):
+        return 0
+    # Copies, because another thread may step the optimizer meanwhile.
+    states = [list(state.values()) for state in list(dict.values(optimizer_state)) if isinstance(state, dict)]
+    kinds = [type(value) for values in states for value in values]
+    sharded = {kind for kind in set(kinds) if is_dtensor(kind)}
+    return sum(kind in sharded for kind in kinds) if sharded else 0
+
+
+def largest_state_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """Return the bytes of the state of the parameter that has most of it, in memory or not."""
+    states = [state for state in list(dict.values(optimizer.state)) if isinstance(state, dict)]
+    return max((sum(each.nbytes for each in state.values() if isinstance(each, Tensor)) for state in states), default=0)
 
 
 class StateTensor:

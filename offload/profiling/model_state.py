@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -235,16 +235,24 @@ class HeldMemory:
         return list(self._optimizers)
 
     def parameter_bytes(self, min_nbytes: int) -> tuple[int, int]:
-        """Return the bytes of frozen and of trained parameters that do not move, without smaller ones.
+        """Return by how many bytes frozen parameters in memory, and all of them, could be fewer, without smaller ones.
 
-        Both are 0 if FSDP shards the model.
+        The parameters of the module with most of them stay, and so does what is left of a kind that moves already. Both
+        are 0 if FSDP shards the model.
         """
         model = self._state.model
-        parameters = model.parameters() if model is not None and not self._state.is_sharded else ()
-        ordinary = [each for each in parameters if type(each) is nn.Parameter and each.nbytes >= min_nbytes]
-        kept = [each for each in ordinary if "_offload_stored" not in each.__dict__]
-        trained_bytes = sum(each.nbytes for each in kept if each.requires_grad)
-        return sum(each.nbytes for each in kept) - trained_bytes, trained_bytes
+        if model is None or self._state.is_sharded:
+            return 0, 0
+        moved = {parameter.requires_grad for parameter in model.parameters() if "_offload_stored" in parameter.__dict__}
+
+        def bytes_of(parameters: Iterable[nn.Parameter], kinds: set[bool]) -> int:
+            return sum(each.nbytes for each in parameters if each.requires_grad in kinds and each.nbytes >= min_nbytes)
+
+        def fewer(kinds: set[bool]) -> int:
+            largest = max(bytes_of(module.parameters(recurse=False), kinds) for module in model.modules())
+            return bytes_of(model.parameters(), kinds) - largest
+
+        return fewer({False} - moved), fewer({False, True} - moved)
 
     def gradient_bytes_max(self, min_nbytes: int) -> int:
         """Return the bytes of the gradients of all trained parameters, without smaller ones."""

@@ -169,7 +169,7 @@ ENDINGS = {
     ],
 )
 def test_a_process_ends_with_copies_in_flight(ending):
-    run_fresh_python(SCRIPT + textwrap.dedent(ENDINGS[ending]), OFFLOAD_THROTTLE="50MB/s")
+    run_fresh_python(SCRIPT + textwrap.dedent(ENDINGS[ending]), OFFLOAD_THROTTLE="25MB/s")
 
 
 COMPILED = """

@@ -19,7 +19,14 @@ def test_no_room_in_the_file(processes, spill_directory, request, tier, limit, c
         assert any(text in note and "offset" in note and str(directory) in note for note in found["notes"]), found
 
 
-@pytest.mark.parametrize(("limit", "room_bytes"), [("RLIMIT_FSIZE", 0), ("disk", 0), ("disk", 16 << 10)])
+@pytest.mark.parametrize(
+    ("limit", "room_bytes"),
+    [
+        ("disk", 16 << 10),
+        pytest.param("disk", 0, marks=pytest.mark.long),
+        pytest.param("RLIMIT_FSIZE", 0, marks=pytest.mark.long),
+    ],
+)
 def test_no_room_for_optimizer_state(processes, spill_directory, request, limit, room_bytes, campaign_counts):
     """What finds no room stays in memory, and each step tries again."""
     directory = request.getfixturevalue("small_disk") if limit == "disk" else spill_directory
