@@ -136,11 +136,8 @@ def test_what_is_missing_is_said():
     assert BLOCK.search("<!-- needs: cuda, keras -->\n```python\nx\n```\n")["needs"] == "cuda, keras"
 
 
-COMMANDS = [
-    command
-    for page in PAGES
-    for command in re.findall(r"^\$ (?:offload run -- )?((?:python|torchrun)\b.*\bexamples/.*)$", page.read_text(), re.M)
-]
+COMMAND = re.compile(r"^\$ (?:offload run -- )?((?:python|torchrun)\b.*\bexamples/.*)$", re.M)
+COMMANDS = [command for page in PAGES for command in COMMAND.findall(page.read_text())]
 
 
 @pytest.mark.parametrize("command", COMMANDS)
