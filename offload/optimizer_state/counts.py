@@ -60,19 +60,12 @@ class StateCounts(_MovedCounts):
         Tensors that stay because other code holds them, or views of them.
     failed : int
         Tensors that stayed because writing them failed; `failure` is the latest error.
-    dtensors : int
-        Tensors that stay because they are DTensors, as the state of sharded parameters is.
     """
 
     whole_steps: int = 0
     whole_because: str = ""
-    dtensors: int = 0
 
     def __str__(self) -> str:
-        stay = f"; {self.dtensors} tensors stay because they are DTensors (sharded parameters)" if self.dtensors else ""
-        return self._what_moves() + stay
-
-    def _what_moves(self) -> str:
         if self.stays:
             return f"{self.optimizer}: stays in memory: {self.stays}"
         if self.steps and not self.tensors:

@@ -25,7 +25,6 @@ from offload.optimizer_state.counts import StateCounts
 from offload.optimizer_state.divisible import why_its_kind_is_not_divided, why_not_divided
 from offload.optimizer_state.separable import is_separable
 from offload.optimizer_state.share import Passes, Share
-from offload.optimizer_state.state_tensor import count_dtensors
 from offload.optimizer_state.streamed_state import SPILL_FIRST, StreamedState
 from offload.optimizer_state.write_behind import WriteBehind
 from offload.runtime.engine import Engine
@@ -208,9 +207,7 @@ class StateMover:
 
     def look(self) -> None:
         """Bring `counts` up to date."""
-        counts, state, optimizer = self.counts, self._state, self._optimizer()
-        if optimizer is not None and counts.steps <= 1:  # later steps make no state of another kind
-            counts.dtensors = count_dtensors(optimizer.state)
+        counts, state = self.counts, self._state
         if state is not None:
             counts.nbytes, counts.tensors = state.nbytes, sum(map(len, state.tensors.values()))
             self.engine.collect()

@@ -22,6 +22,7 @@ from offload.optimizer_state.streamed_state import StreamedState
 from offload.optimizer_state.write_behind import WriteBehind
 from offload.runtime.engine import Engine
 from offload.torch_compat.compiled import untraced
+from offload.torch_compat.tensors import local_of
 
 __all__ = ["MovableChunk", "NameOf", "StateMovers"]
 
@@ -356,7 +357,7 @@ def _movable_nbytes(mover: StateMover, param: Tensor, min_nbytes: int) -> int:
         if id(value) in away:
             nbytes += away[id(value)].nbytes
         elif is_movable(value, mover.engine.device, min_nbytes):
-            nbytes += value.nbytes
+            nbytes += local_of(value).nbytes
     return nbytes
 
 

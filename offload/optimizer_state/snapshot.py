@@ -10,12 +10,14 @@ import errno
 import mmap
 import os
 import tempfile
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from offload.options import FREE_DISK_BYTES_MIN, free_disk_bytes, is_in_memory
+from offload.torch_compat.tensors import local_of, sharded_like
 
 __all__ = ["Snapshot"]
 
@@ -45,7 +47,7 @@ class Snapshot:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), folder)
         self._nbytes = nbytes
         self._used = 0
-        self._places: list[tuple[dict[Any, Any], Any, Tensor, int]] = []
+        self._places: list[tuple[dict[Any, Any], Any, Tensor, int, Callable[[Tensor], Tensor]]] = []
         self._file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115
         try:
             os.posix_fallocate(self._file.fileno(), 0, nbytes)
@@ -63,7 +65,7 @@ class Snapshot:
 
         `state[name]` is set to the tensor itself if its memory has gaps, or if it cannot be written.
         """
-        state[name] = tensor
+        state[name], finished, tensor = tensor, sharded_like(tensor), local_of(tensor)
         if not _is_dense(tensor):
             return
         try:
@@ -71,7 +73,7 @@ class Snapshot:
         except OSError:
             return
         like = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-        self._places.append((state, name, like, self._used))
+        self._places.append((state, name, like, self._used, finished))
         self._used += self.space_for(tensor.nbytes)
         state[name] = None  # keeps the order of names until `end`; the tensor may be freed
 
@@ -87,10 +89,12 @@ class Snapshot:
         """Put the copies in their places. A write to one of them stays in memory and changes neither file nor state."""
         with self._file, torch.no_grad(), torch.device("cpu"):
             mapped = mmap.mmap(self._file.fileno(), self._nbytes, flags=mmap.MAP_PRIVATE)
-            storage = torch.frombuffer(mapped, dtype=torch.uint8).untyped_storage()
-            for state, name, like, begin in self._places:
+            for state, name, like, begin, finished in self._places:
+                # A storage of its own, so that `torch.save` of this copy does not write the others. And torch cannot
+                # copy a DTensor whose local tensor begins within a storage.
+                own = torch.frombuffer(mapped, dtype=torch.uint8, offset=begin, count=like.nbytes).untyped_storage()
                 empty = torch.empty(0, dtype=like.dtype)
-                state[name] = empty.set_(storage, begin // like.itemsize, like.shape, like.stride())
+                state[name] = finished(empty.set_(own, 0, like.shape, like.stride()))
 
     def close(self) -> None:
         """Close the file. The copies that `end` has put in their places stay."""

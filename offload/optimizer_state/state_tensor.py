@@ -5,24 +5,24 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, UntypedStorage
 
 from offload import _core
 from offload.runtime.engine import Engine, has_storage
 from offload.torch_compat.optimizers import is_in_shared_memory, nan_like
-from offload.torch_compat.tensors import has_own_bytes, is_dtensor
+from offload.torch_compat.tensors import has_own_bytes, local_of, sharded_like
 
-__all__ = ["StateTensor", "count_dtensors", "is_movable", "largest_state_bytes"]
+__all__ = ["StateTensor", "is_movable", "largest_state_bytes"]
 
 
 def is_movable(value: object, device: torch.device, min_nbytes: int) -> bool:
     """Return whether a value of an optimizer's state is of a kind that can leave memory: a large plain tensor.
 
-    While a tensor is away it reads as NaN. So only tensors of floating-point or complex numbers can leave.
+    Of a DTensor (sharded state), the local tensor can. While a tensor is away it reads as NaN. So only tensors of
+    floating-point or complex numbers can leave.
     """
+    value = local_of(value)
     return (
         isinstance(value, Tensor)
         and has_storage(value)
@@ -34,21 +34,13 @@ def is_movable(value: object, device: torch.device, min_nbytes: int) -> bool:
     )
 
 
-def count_dtensors(optimizer_state: Any) -> int:
-    """Return how many tensors of an optimizer's state are DTensors, as those of sharded parameters are."""
-    if not isinstance(optimizer_state, dict):
-        return 0
-    # Copies, because another thread may step the optimizer meanwhile.
-    states = [list(state.values()) for state in list(dict.values(optimizer_state)) if isinstance(state, dict)]
-    kinds = [type(value) for values in states for value in values]
-    sharded = {kind for kind in set(kinds) if is_dtensor(kind)}
-    return sum(kind in sharded for kind in kinds) if sharded else 0
-
-
 def largest_state_bytes(optimizer: torch.optim.Optimizer) -> int:
     """Return the bytes of the state of the parameter that has most of it, in memory or not."""
     states = [state for state in list(dict.values(optimizer.state)) if isinstance(state, dict)]
-    return max((sum(each.nbytes for each in state.values() if isinstance(each, Tensor)) for state in states), default=0)
+    return max(
+        (sum(local_of(each).nbytes for each in state.values() if isinstance(each, Tensor)) for state in states),
+        default=0,
+    )
 
 
 class StateTensor:
@@ -63,9 +55,15 @@ class StateTensor:
     def __init__(self, name: object, tensor: Tensor) -> None:
         self.name = name
         self.tensor = tensor
-        self.nbytes = tensor.nbytes
+        self.nbytes = self._local.nbytes
         self._stored: _core.SwappedStorage | None = None
         self._is_coming = False  # a copy-in has begun that nobody has waited for
+
+    @property
+    def _local(self) -> Tensor:
+        """The tensor whose memory is freed: not an attribute, which would be a second reference to `tensor`."""
+        found: Tensor = local_of(self.tensor)
+        return found
 
     @property
     def is_away(self) -> bool:
@@ -74,7 +72,7 @@ class StateTensor:
 
     def leave(self, engine: Engine, need: int) -> None:
         """Start the copy-out. The engine holds the memory until the copy-out has ended, and keeps it if it fails."""
-        tensor = self.tensor
+        tensor = self._local
         self.nbytes, self._shape, self._stride = tensor.nbytes, tensor.shape, tensor.stride()
         key, _ = engine.look(tensor, self.nbytes)
         if key is None:
@@ -102,15 +100,18 @@ class StateTensor:
     def bring(self) -> None:
         """Bring the bytes into memory. Raises OSError if they cannot be read; the tensor is then still away."""
         if self._stored is not None:
-            if self.tensor.device.type != "cpu":  # a copy-out may still read the memory that the update will write
+            if self._local.device.type != "cpu":  # a copy-out may still read the memory that the update will write
                 self._stored.wait_copied_out()
-            self.tensor.data = self._filled(self._stored)
+            self._local.data = self._filled(self._stored)
             self._stored = None
 
     def copy(self) -> Tensor:
-        """Return a copy as an independent tensor. A tensor that is away stays away."""
+        """Return a copy as an independent tensor, a DTensor as one. A tensor that is away stays away."""
+        return sharded_like(self.tensor)(self._copy())
+
+    def _copy(self) -> Tensor:
         if self._stored is None:
-            return self.tensor.clone(memory_format=torch.preserve_format)
+            return self._local.clone(memory_format=torch.preserve_format)
         self._stored.wait_copied_out()
         is_in_memory = not self._stored.is_swapped_out  # the copy-out failed, or a copy-in is under way
         copied = self._filled(self._stored)
@@ -120,6 +121,6 @@ class StateTensor:
         storage: UntypedStorage
         storage, begin = stored.swap_in()
         self._is_coming = False
-        empty = torch.empty(0, dtype=self.tensor.dtype, device=self.tensor.device)
+        empty = torch.empty(0, dtype=self._local.dtype, device=self._local.device)
         with torch.no_grad():
-            return empty.set_(storage, begin // self.tensor.itemsize, self._shape, self._stride)
+            return empty.set_(storage, begin // self._local.itemsize, self._shape, self._stride)

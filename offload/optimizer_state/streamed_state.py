@@ -20,6 +20,7 @@ from offload.optimizer_state.snapshot import Snapshot
 from offload.optimizer_state.state_tensor import StateTensor, is_movable
 from offload.runtime.engine import Engine
 from offload.torch_compat.optimizers import holds_alone, is_called_by_state_dict
+from offload.torch_compat.tensors import local_of
 
 __all__ = ["OptimizerStateError", "StreamedState", "would_leave"]
 
@@ -57,7 +58,7 @@ def would_leave(state: State, name: Any, device: torch.device, min_nbytes: int) 
     """Return whether a tensor of one parameter's state could leave memory. The state must be in memory."""
     if not is_movable(state[name], device, min_nbytes):
         return False
-    return sys.getrefcount(state[name]) <= _HELD_ONCE and holds_alone(state[name])
+    return sys.getrefcount(state[name]) <= _HELD_ONCE and holds_alone(local_of(state[name]))
 
 
 class StreamedState(defaultdict[Any, State]):
@@ -130,9 +131,9 @@ class StreamedState(defaultdict[Any, State]):
                     continue
                 # True if another key, an attribute or a variable holds the tensor: there it would read as NaN.
                 is_held = sys.getrefcount(state[name]) > _HELD_ONCE + (each is not None)
-                if not is_held and not holds_alone(state[name]):
+                if not is_held and not holds_alone(local_of(state[name])):
                     self.engine.drain()  # an unfinished copy-out may still hold the memory
-                    is_held = not holds_alone(state[name])
+                    is_held = not holds_alone(local_of(state[name]))
                 if is_held:
                     held += 1
                     continue
@@ -261,7 +262,7 @@ class StreamedState(defaultdict[Any, State]):
                 each = known.get(id(value))
                 if each is not None:
                     value = self._read(key, each, each.copy)
-                    value = value.cpu() if to_host else value
+                    value = value.cpu() if to_host and value is local_of(value) else value
                 if snapshot is not None and (each is not None or id(value) in once):
                     snapshot.put(result[key], name, value)
                     continue
@@ -280,7 +281,7 @@ class StreamedState(defaultdict[Any, State]):
         values = {id(value): value for state in states for value in state.values() if places[id(value)] == 1}
         moved = {id(each.tensor) for tensors in self.tensors.values() for each in tensors}
         return {
-            identity: value.nbytes
+            identity: local_of(value).nbytes
             for identity, value in values.items()
             if identity not in moved and is_movable(value, self.engine.device, self._min_nbytes)
         }

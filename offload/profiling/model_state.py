@@ -23,6 +23,7 @@ from offload.devices.device import device_of
 from offload.runtime.engine import Engine, storage_bytes
 from offload.runtime.weak import WeakReferences, run_pending_callbacks, weak_callback
 from offload.torch_compat.modules import is_sharded, state_tensors
+from offload.torch_compat.tensors import local_of
 
 __all__ = ["HeldBefore", "HeldBytes", "HeldMemory", "ModelState", "tensors_in"]
 
@@ -288,9 +289,12 @@ _DEPTH_MAX = 16  # nesting of containers in an optimizer's state; one may contai
 
 
 def tensors_in(value: object, depth: int = _DEPTH_MAX) -> Iterator[Tensor]:
-    """Yield the tensors in nested dictionaries, lists, tuples and deques; LBFGS stores lists of tensors."""
+    """Yield the tensors in nested dictionaries, lists, tuples and deques; LBFGS stores lists of tensors.
+
+    Of a DTensor, the local tensor.
+    """
     if isinstance(value, Tensor):
-        yield value
+        yield local_of(value)
     elif depth and isinstance(value, Mapping | list | tuple | deque):
         for each in value.values() if isinstance(value, Mapping) else value:
             yield from tensors_in(each, depth - 1)

@@ -6,6 +6,7 @@ Hooks use them at every pack of a tensor that may be swapped.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -20,9 +21,11 @@ __all__ = [
     "forbid_writes",
     "has_own_bytes",
     "is_dtensor",
+    "local_of",
     "no_torch_function",
     "raise_changed",
     "set_interface",
+    "sharded_like",
     "storage_identity",
     "version_of",
     "without_memory",
@@ -55,6 +58,27 @@ def has_own_bytes(tensor: torch.Tensor) -> bool:
 def is_dtensor(kind: type) -> bool:
     """Return whether a class is torch's DTensor or a subclass; importing DTensor to compare with takes long."""
     return any(each.__name__ == "DTensor" for each in kind.__mro__)
+
+
+def local_of(value: Any) -> Any:
+    """Return the tensor in a DTensor that has this process's values; any other value as it is."""
+    return value._local_tensor if is_dtensor(type(value)) else value
+
+
+def sharded_like(value: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return a function that makes a DTensor like `value` of a local tensor, or returns it if `value` is none."""
+    if not is_dtensor(type(value)):
+        return lambda local: local
+    from torch.distributed.tensor import DTensor
+
+    placed: Any = value
+    how = {"run_check": False, "shape": placed.shape, "stride": placed.stride()}
+    return partial(_from_local, DTensor.from_local, placed.device_mesh, placed.placements, how)
+
+
+def _from_local(make: Any, mesh: Any, placements: Any, how: dict[str, Any], local: torch.Tensor) -> torch.Tensor:
+    made: torch.Tensor = make(local, mesh, placements, **how)
+    return made
 
 
 def without_memory(kind: type[torch.Tensor], like: torch.Tensor, dtype: torch.dtype, device: torch.device) -> Any:

@@ -3,6 +3,7 @@
 Argument: a folder for results. Each rank leaves RESULTS/RANK.
 """
 
+import copy
 import json
 import os
 import sys
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 from optimizer_state.state_rig import assert_equal
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch_rig import batch, make_blocks
 
@@ -34,7 +36,20 @@ def train(rank, run, is_moved):
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     enabled = inner if run == "model" else model
     handle = offload.enable(enabled, optimizer=optimizer, **ON) if is_moved else None
+    saved = held = None
     for step in range(STEPS):
+        if step == 4 and run == "fsdp2":
+            held = next(iter(optimizer.state.values()))["exp_avg"].to_local()  # shares memory, which stays as long
+        if step == 6 and run == "fsdp2":
+            assert not held.isnan().any()
+            held = None
+        if step == STEPS // 2:
+            saved = optimizer.state_dict() if is_moved else copy.deepcopy(optimizer.state_dict())
+        if step == STEPS // 2 + 2:  # what was saved is as it was two steps ago, and of the same kind
+            optimizer.load_state_dict(saved)
+            del saved
+            [momentum] = {type(each["exp_avg"]) for each in dict.values(optimizer.state)}
+            assert (momentum is DTensor) == (run == "fsdp2")
         for part in (0, 1):
             first_of_two = run == "no_sync" and part == 0
             with model.no_sync() if first_of_two else nullcontext():
