@@ -170,8 +170,8 @@ class Session:
         ...         model(torch.ones(2, 4)).sum().backward()
         1 ['offload/peak_mib', 'offload/stalled_ms', 'offload/swapped_mib']
         """
-        self._enabled_model("log_to")
-        self._enabled.step_listeners.append(StepLogger(target, commit=commit))
+        logger, _ = StepLogger(target, commit=commit), self._enabled_model("log_to")
+        self._enabled.step_listeners.append(logger)
 
     @contextmanager
     def step(self, *inputs: Any) -> Iterator[None]:

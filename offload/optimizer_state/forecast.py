@@ -16,6 +16,7 @@ from offload.optimizer_state import mover
 from offload.optimizer_state.chunks import is_known, split
 from offload.optimizer_state.streamed_state import StreamedState
 from offload.torch_compat.optimizers import is_own_step, step_behind_hooks
+from offload.torch_compat.tensors import local_of
 
 __all__ = ["StateForecast", "forecast", "still_written"]
 
@@ -83,7 +84,9 @@ def forecast(optimizer: Optimizer, leaves: Callable[[dict[Any, Any], Any], bool]
     if not (is_known(optimizer) and is_own_step(optimizer, step_behind_hooks(optimizer))):
         return StateForecast(tuple(leaving.values()), is_divided=False)  # a trial may show later that it is separable
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    chunks = tuple(split(params, lambda param: sum(leaving.get(id(param), ())) or 2 * param.nbytes, mover.CHUNK_BYTES))
+    chunks = tuple(
+        split(params, lambda param: sum(leaving.get(id(param), ())) or 2 * local_of(param).nbytes, mover.CHUNK_BYTES)
+    )
     tensors = [tuple(nbytes for param in chunk for nbytes in leaving.get(id(param), ())) for chunk in chunks]
     return StateForecast(tuple(tensors), params=chunks)
 
@@ -95,7 +98,7 @@ def _leaving(optimizer: Optimizer, leaves: Callable[[dict[Any, Any], Any], bool]
         state = optimizer.state[param]
         if isinstance(state, dict):
             names = [name for name in state if leaves(state, name)]
-            found[id(param)] = tuple(state[name].nbytes for name in names)
+            found[id(param)] = tuple(local_of(state[name]).nbytes for name in names)
     return found
 
 

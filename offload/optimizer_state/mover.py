@@ -30,6 +30,7 @@ from offload.optimizer_state.write_behind import WriteBehind
 from offload.runtime.engine import Engine
 from offload.torch_compat.compiled import opaque, untraced
 from offload.torch_compat.optimizers import step_behind_hooks
+from offload.torch_compat.tensors import local_of
 
 __all__ = ["StateMover", "why_it_stays"]
 
@@ -317,7 +318,9 @@ class StateMover:
     # -- chunks -------------------------------------------------------------------------------------------------------
 
     def _step(self, state: StreamedState, step: ChunkedStep) -> None:
-        chunks = list(split(step.params, lambda param: state.nbytes_of(param) or 2 * param.nbytes, CHUNK_BYTES))
+        chunks = list(
+            split(step.params, lambda param: state.nbytes_of(param) or 2 * local_of(param).nbytes, CHUNK_BYTES)
+        )
         begun = done = need = 0
         try:
             for number, chunk in enumerate(chunks or [[]]):  # a step without gradients may still change counters

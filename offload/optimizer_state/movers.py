@@ -210,7 +210,7 @@ class StateMovers:
     def _take_over(self, optimizer: Optimizer) -> None:
         if _mover_of(optimizer) is not None or _is_used(optimizer):
             return  # it belongs to an enabled model already: another one or this one
-        nbytes = sum(param.nbytes for group in optimizer.param_groups for param in group["params"])
+        nbytes = sum(local_of(param).nbytes for group in optimizer.param_groups for param in group["params"])
         stays = self._moved is not None or self.has_room(_STATE_MOST * nbytes)
         try:
             self._add(optimizer, self._make_engine(), frozenset() if stays else None)
@@ -261,7 +261,7 @@ class StateMovers:
         """Return how many bytes of state could be moved, for optimizers whose state is not moved now."""
         states = [state for each in optimizers if not one.why_it_stays(each) for state in dict.values(each.state)]
         return sum(
-            value.nbytes
+            local_of(value).nbytes
             for state in states
             if isinstance(state, dict)
             for value in state.values()

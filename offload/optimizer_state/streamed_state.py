@@ -20,7 +20,7 @@ from offload.optimizer_state.snapshot import Snapshot
 from offload.optimizer_state.state_tensor import StateTensor, is_movable
 from offload.runtime.engine import Engine
 from offload.torch_compat.optimizers import holds_alone, is_called_by_state_dict
-from offload.torch_compat.tensors import local_of
+from offload.torch_compat.tensors import is_local_held, local_of
 
 __all__ = ["OptimizerStateError", "StreamedState", "would_leave"]
 
@@ -58,7 +58,8 @@ def would_leave(state: State, name: Any, device: torch.device, min_nbytes: int) 
     """Return whether a tensor of one parameter's state could leave memory. The state must be in memory."""
     if not is_movable(state[name], device, min_nbytes):
         return False
-    return sys.getrefcount(state[name]) <= _HELD_ONCE and holds_alone(local_of(state[name]))
+    is_held = sys.getrefcount(state[name]) > _HELD_ONCE or is_local_held(state[name])
+    return not is_held and holds_alone(local_of(state[name]))
 
 
 class StreamedState(defaultdict[Any, State]):
@@ -130,7 +131,7 @@ class StreamedState(defaultdict[Any, State]):
                 if not is_movable(state[name], self.engine.device, self._min_nbytes):
                     continue
                 # True if another key, an attribute or a variable holds the tensor: there it would read as NaN.
-                is_held = sys.getrefcount(state[name]) > _HELD_ONCE + (each is not None)
+                is_held = sys.getrefcount(state[name]) > _HELD_ONCE + (each is not None) or is_local_held(state[name])
                 if not is_held and not holds_alone(local_of(state[name])):
                     self.engine.drain()  # an unfinished copy-out may still hold the memory
                     is_held = not holds_alone(local_of(state[name]))
@@ -238,8 +239,8 @@ class StreamedState(defaultdict[Any, State]):
         ----------
         is_snapshot
             Where the copies of moved tensors are. If False, in the device's memory. If True, they are in host memory on
-            an accelerator, and in a file on the CPU, with the copies of other tensors that could move; if there can be
-            no file, all copies are in memory.
+            an accelerator (DTensors stay on the device), and in a file on the CPU, with the copies of other tensors
+            that could move; if there can be no file, all copies are in memory.
         """
         snapshot = self._snapshot() if is_snapshot and not self.engine.is_accelerator else None
         with closing(snapshot) if snapshot is not None else nullcontext():
@@ -328,7 +329,7 @@ class StreamedState(defaultdict[Any, State]):
         super().__setitem__(key, value)
         self._keep(key, [])
         if self.is_moved and isinstance(value, dict):
-            self._note(key, sum(each.nbytes for each in value.values() if isinstance(each, Tensor)))
+            self._note(key, sum(local_of(each).nbytes for each in value.values() if isinstance(each, Tensor)))
 
     def __iter__(self) -> Iterator[Any]:
         return super().__iter__()  # overridden, so that dict() and ** look each item up here

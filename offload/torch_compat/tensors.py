@@ -5,8 +5,9 @@ Hooks use them at every pack of a tensor that may be swapped.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from operator import attrgetter
 from typing import Any
 
@@ -21,6 +22,7 @@ __all__ = [
     "forbid_writes",
     "has_own_bytes",
     "is_dtensor",
+    "is_local_held",
     "local_of",
     "no_torch_function",
     "raise_changed",
@@ -55,19 +57,37 @@ def has_own_bytes(tensor: torch.Tensor) -> bool:
     return not tensor._is_zerotensor() and not _is_wrapped(tensor)
 
 
+@cache
 def is_dtensor(kind: type) -> bool:
     """Return whether a class is torch's DTensor or a subclass; importing DTensor to compare with takes long."""
     return any(each.__name__ == "DTensor" for each in kind.__mro__)
 
 
 def local_of(value: Any) -> Any:
-    """Return the tensor in a DTensor that has this process's values; any other value as it is."""
-    return value._local_tensor if is_dtensor(type(value)) else value
+    """Return the tensor in a DTensor that has this process's values; any other value as it is, subclasses too."""
+    kind: Any = type(value)
+    return value._local_tensor if _is_sharded(kind) else value
+
+
+def is_local_held(value: torch.Tensor) -> bool:
+    """Return whether other code than a DTensor holds its local tensor; False for any other tensor."""
+    if not _is_sharded(type(value)):
+        return False
+    local = local_of(value)
+    return sys.getrefcount(local) > _HELD_BY_DTENSOR
+
+
+_HELD_BY_DTENSOR = 3  # the attribute, the variable and the argument of getrefcount
+
+
+@cache
+def _is_sharded(kind: type) -> bool:
+    return kind.__name__ == "DTensor" and kind.__module__.startswith("torch.distributed.")
 
 
 def sharded_like(value: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
     """Return a function that makes a DTensor like `value` of a local tensor, or returns it if `value` is none."""
-    if not is_dtensor(type(value)):
+    if not _is_sharded(type(value)):
         return lambda local: local
     from torch.distributed.tensor import DTensor
 
