@@ -105,8 +105,7 @@ class Session:
     def plan(self) -> Plan | None:
         """The plan of the latest input shape; steps that follow the plan of a larger shape do not count.
 
-        Usually a shape's second step makes its plan; before that it is None. With `n_tensors` it is always None, unless
-        ``lb="auto"``. The first time it is None, a warning is logged.
+        None before a shape's second step (a warning is logged once), and always with `n_tensors`, unless ``lb="auto"``.
         """
         planned = self._on_device.latest()
         plan = planned.plan if planned is not None else None
@@ -170,7 +169,8 @@ class Session:
         ...         model(torch.ones(2, 4)).sum().backward()
         1 ['offload/peak_mib', 'offload/stalled_ms', 'offload/swapped_mib']
         """
-        logger, _ = StepLogger(target, commit=commit), self._enabled_model("log_to")
+        logger = StepLogger(target, commit=commit)
+        self._enabled_model("log_to")
         self._enabled.step_listeners.append(logger)
 
     @contextmanager
