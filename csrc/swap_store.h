@@ -172,8 +172,8 @@ class SwapStore : public std::enable_shared_from_this<SwapStore> {
 
   // Queues the copy-out of `bytes` bytes at `source`, after everything queued on `compute`. `need`: see Slot. The
   // source must stay unchanged until out_done() or wait_out(). If this throws (PoolExhausted, PinningFailed,
-  // DriverError, or the SpillError of another block that had to make room), nothing is queued. A small block may wait in the queue, to be copied together with others; if that
-  // copy cannot be issued, the block's state becomes `failed`.
+  // DriverError, or the SpillError of another block that had to make room), nothing is queued. A small block may wait in
+  // the queue, to be copied together with others; if that copy cannot be issued, the block's state becomes `failed`.
   Ticket swap_out(const void* source, size_t bytes, Stream compute, uint64_t need);
   // With `defers`, the direct tier queues copy-outs without beginning them. All of them begin when a caller waits for
   // one, or when `defers` is set to false. The slab tier ignores this.

@@ -21,7 +21,6 @@ __all__ = [
     "StorageWatch",
     "forbid_writes",
     "has_own_bytes",
-    "is_dtensor",
     "is_local_held",
     "local_of",
     "no_torch_function",
@@ -58,20 +57,20 @@ def has_own_bytes(tensor: torch.Tensor) -> bool:
 
 
 @cache
-def is_dtensor(kind: type) -> bool:
-    """Return whether a class is torch's DTensor or a subclass; importing DTensor to compare with takes long."""
-    return any(each.__name__ == "DTensor" for each in kind.__mro__)
+def _is_dtensor(kind: type) -> bool:
+    """Return whether a class is torch's DTensor itself; importing it to compare with takes long."""
+    return kind.__name__ == "DTensor" and kind.__module__.startswith("torch.distributed.")
 
 
 def local_of(value: Any) -> Any:
     """Return the tensor in a DTensor that has this process's values; any other value as it is, subclasses too."""
     kind: Any = type(value)
-    return value._local_tensor if _is_sharded(kind) else value
+    return value._local_tensor if _is_dtensor(kind) else value
 
 
 def is_local_held(value: torch.Tensor) -> bool:
     """Return whether other code than a DTensor holds its local tensor; False for any other tensor."""
-    if not _is_sharded(type(value)):
+    if not _is_dtensor(type(value)):
         return False
     local = local_of(value)
     return sys.getrefcount(local) > _HELD_BY_DTENSOR
@@ -80,25 +79,16 @@ def is_local_held(value: torch.Tensor) -> bool:
 _HELD_BY_DTENSOR = 3  # the attribute, the variable and the argument of getrefcount
 
 
-@cache
-def _is_sharded(kind: type) -> bool:
-    return kind.__name__ == "DTensor" and kind.__module__.startswith("torch.distributed.")
+def sharded_like(value: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return a function of a local tensor: it makes a DTensor like `value`, or returns it if `value` is no DTensor.
 
-
-def sharded_like(value: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return a function that makes a DTensor like `value` of a local tensor, or returns it if `value` is none."""
-    if not _is_sharded(type(value)):
+    The function does not hold `value`.
+    """
+    kind: Any = type(value)
+    if not _is_dtensor(kind):
         return lambda local: local
-    from torch.distributed.tensor import DTensor
-
-    placed: Any = value
-    how = {"run_check": False, "shape": placed.shape, "stride": placed.stride()}
-    return partial(_from_local, DTensor.from_local, placed.device_mesh, placed.placements, how)
-
-
-def _from_local(make: Any, mesh: Any, placements: Any, how: dict[str, Any], local: torch.Tensor) -> torch.Tensor:
-    made: torch.Tensor = make(local, mesh, placements, **how)
-    return made
+    how = {"run_check": False, "shape": value.shape, "stride": value.stride()}
+    return partial(kind.from_local, device_mesh=value.device_mesh, placements=value.placements, **how)
 
 
 def without_memory(kind: type[torch.Tensor], like: torch.Tensor, dtype: torch.dtype, device: torch.device) -> Any:
