@@ -41,6 +41,8 @@ class EventPool : public std::enable_shared_from_this<EventPool> {
     return {event, [pool = shared_from_this()](Event used) { pool->give_back(used); }};
   }
 
+  Driver& driver() const { return *driver_; }
+
   // Returns an event that completes when the work now queued on `stream` has ended.
   EventRef record(Stream stream) {
     EventRef event = take();

@@ -99,25 +99,11 @@ void register_counts(py::module_& module) {
       .def("begin_step", &CountList::begin_step);
 }
 
-using PauseRow = std::tuple<int64_t, std::optional<int64_t>, double, double>;
-
-py::tuple measure_step(const NodeTimes& nodes, const std::vector<PauseRow>& rows, double step_seconds, size_t count) {
-  std::vector<Pause> pauses;
-  for (const auto& [node, index, begin, end] : rows) pauses.push_back({node, index.value_or(-1), begin, end});
-  const StepTimes times = measure(nodes, pauses, step_seconds, count);
-  return py::make_tuple(py::tuple(py::cast(times.starts)), py::tuple(py::cast(times.node_seconds)), times.waits,
-                        times.stall_seconds);
-}
-
-py::tuple measure_clock(const NodeClock& clock, double end, size_t count) {
-  NodeTimes nodes = clock.nodes();
-  std::vector<Pause> pauses = clock.pauses();
-  const double begin = nodes.front().second;
-  for (auto& [node, at] : nodes) at -= begin;
-  for (Pause& pause : pauses) pause.begin -= begin, pause.end -= begin;
-  const StepTimes times = measure(nodes, pauses, end - begin, count);
-  return py::make_tuple(py::tuple(py::cast(times.starts)), py::tuple(py::cast(times.node_seconds)), times.waits,
-                        times.stall_seconds, end - begin);
+py::object measure_clock(NodeClock& clock, size_t count) {
+  const std::optional<StepTimes> times = clock.measure(count);
+  if (!times) return py::none();
+  return py::make_tuple(py::tuple(py::cast(times->starts)), py::tuple(py::cast(times->node_seconds)), times->waits,
+                        times->stall_seconds, times->step_seconds);
 }
 
 void register_step(py::module_& module) {
@@ -134,6 +120,7 @@ void register_step(py::module_& module) {
              table.at(index).swapped_bytes = nbytes;
              table.at(index).need = need;
            })
+      .def("record", [](PackTable& table, size_t index) { table.at(index).is_recorded = true; })
       .def("show_again", [](PackTable& table, size_t index, int64_t first) { table.at(index).first = first; })
       .def("release",
            [](PackTable& table, int64_t node, int64_t index) { table.releases.push_back({node, -1, index}); })
@@ -142,15 +129,22 @@ void register_step(py::module_& module) {
       })
       .def_readwrite("waits_for_prefetches", &PackTable::waits_for_prefetches);
   py::class_<NodeClock, std::shared_ptr<NodeClock>>(module, "NodeClock")
-      .def(py::init<>())
       .def("begin", &NodeClock::begin)
       .def("arrive", &NodeClock::arrive)
       .def("pass_by", &NodeClock::pass_by)
       .def("end", [](NodeClock& clock, std::optional<int64_t> index) { clock.end(index.value_or(-1)); })
+      .def("finish", &NodeClock::finish)
       .def_readwrite("is_listening", &NodeClock::is_listening)
       .def("measure", &measure_clock)
       .def_property_readonly("hook_seconds", &NodeClock::hook_seconds);
-  module.def("measure_step", &measure_step);
+  py::class_<HostClock, NodeClock, std::shared_ptr<HostClock>>(module, "HostClock").def(py::init<>());
+  py::class_<EventPool, std::shared_ptr<EventPool>>(module, "EventPool").def(py::init<std::shared_ptr<Driver>>());
+  py::class_<DeviceClock, NodeClock, std::shared_ptr<DeviceClock>>(module, "DeviceClock")
+      .def(py::init([](std::shared_ptr<EventPool> events, uintptr_t stream) {
+             return std::make_shared<DeviceClock>(std::move(events), reinterpret_cast<Stream>(stream));
+           }),
+           py::arg("events"), py::arg("stream"))
+      .def("move_to", [](DeviceClock& clock, uintptr_t stream) { clock.stream = reinterpret_cast<Stream>(stream); });
   py::class_<NodeBytes, std::shared_ptr<NodeBytes>>(module, "NodeBytes").def(py::init<std::vector<int64_t>>());
   py::class_<ActivationMeter, std::shared_ptr<ActivationMeter>>(module, "ActivationMeter")
       .def(py::init([](std::shared_ptr<NodeBytes> bytes, py::handle resident, py::handle steps, bool is_on) {
@@ -174,8 +168,7 @@ void register_step(py::module_& module) {
       .def("forget_uses", &ScheduleCursor::forget_uses)
       .def_readwrite("node", &ScheduleCursor::node)
       .def_readwrite("next_due", &ScheduleCursor::next_due)
-      .def_readwrite("is_on_schedule", &ScheduleCursor::is_on_schedule)
-      .def_readwrite("decides", &ScheduleCursor::decides);
+      .def_readwrite("is_on_schedule", &ScheduleCursor::is_on_schedule);
   py::class_<StepCopies, std::shared_ptr<StepCopies>>(module, "StepCopies")
       .def(py::init([](std::shared_ptr<ScheduleCursor> cursor, py::handle prefetched, py::handle without_memory) {
              auto begun = gauge_of(prefetched.ptr());

@@ -1,10 +1,10 @@
 #include "hook_core.h"
 
-#include <new>
 #include <utility>
 
 #include "dlpack_api.h"
 #include "engine_core.h"
+#include "python_errors.h"
 #include "saved_identity.h"
 #include "swap_hooks.h"
 
@@ -235,14 +235,10 @@ PyObject* core_checked(PyObject* self, PyObject* packed) {
   return nullptr;
 }
 
-// Pack and unpack call only C++ functions that throw nothing but std::bad_alloc.
 template <PyObject* (*entry)(PyObject*, PyObject*)>
 PyObject* guarded(PyObject* self, PyObject* argument) {
-  try {
-    return entry(self, argument);
-  } catch (const std::bad_alloc&) {
-    return PyErr_NoMemory();
-  }
+  PyObject* result = nullptr;
+  return without_exceptions([&] { result = entry(self, argument); }) ? result : nullptr;
 }
 
 PyMethodDef core_methods[] = {

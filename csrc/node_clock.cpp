@@ -11,7 +11,7 @@ constexpr int64_t kHooksTimed = 16;
 constexpr int64_t kTimedEvery = 8;
 constexpr size_t kReserved = 512;  // nodes and hooks for which there is memory from the beginning
 
-double seconds(clockid_t clock) {
+double read(clockid_t clock) {
   timespec at{};
   clock_gettime(clock, &at);
   return static_cast<double>(at.tv_sec) + 1e-9 * static_cast<double>(at.tv_nsec);
@@ -27,6 +27,7 @@ StepTimes measure(const NodeTimes& nodes, const std::vector<Pause>& pauses, doub
   arrivals[node_count] = step_seconds;
   std::vector<double> paused(node_count, 0.0), first_pause(node_count, 0.0);
   StepTimes times;
+  times.step_seconds = step_seconds;
   for (const Pause& pause : pauses) {
     const double seconds = pause.end - pause.begin;
     if (pause.pack_index >= 0) times.waits[pause.pack_index] += seconds;
@@ -46,42 +47,58 @@ StepTimes measure(const NodeTimes& nodes, const std::vector<Pause>& pauses, doub
   return times;
 }
 
-NodeClock::NodeClock() {
+template <typename Mark>
+void MarkClock<Mark>::start() {
   begins_.reserve(kReserved);
   pauses_.reserve(kReserved);
   begins(0, now());
 }
 
-double NodeClock::now() { return seconds(CLOCK_MONOTONIC); }
-
-void NodeClock::begins(int64_t node, double at) {
+template <typename Mark>
+void MarkClock<Mark>::begins(int64_t node, const Mark& at) {
   node_ = node;
   const auto position = static_cast<size_t>(std::max<int64_t>(node, 0));
-  if (position >= begins_.size()) begins_.resize(position + 1, -1.0);
-  if (begins_[position] < 0) begins_[position] = at;
+  if (position >= begins_.size()) begins_.resize(position + 1);
+  if (!begins_[position]) begins_[position] = at;
 }
 
-void NodeClock::begin() {
-  begin_ = now();
+template <typename Mark>
+std::optional<StepTimes> MarkClock<Mark>::measure(size_t node_count) {
+  if (!end_ || !is_reached(*end_)) return std::nullopt;
+  const Mark& first = *begins_.front();
+  NodeTimes nodes;
+  for (size_t node = 0; node < begins_.size(); ++node)
+    if (begins_[node]) nodes.emplace_back(static_cast<int64_t>(node), seconds(first, *begins_[node]));
+  std::vector<Pause> pauses;
+  for (const Hook& hook : pauses_)
+    pauses.push_back({hook.node, hook.pack_index, seconds(first, hook.begin), seconds(first, hook.end)});
+  return offload::measure(nodes, pauses, seconds(first, *end_), node_count);
+}
+
+template class MarkClock<double>;
+template class MarkClock<EventRef>;
+
+double HostClock::now() { return read(CLOCK_MONOTONIC); }
+
+void HostClock::begin() {
+  MarkClock::begin();
   const bool is_timed = hooks_ < kHooksTimed || hooks_ % kTimedEvery == 0;
-  busy_ = is_timed ? seconds(CLOCK_THREAD_CPUTIME_ID) : -1.0;
+  busy_ = is_timed ? read(CLOCK_THREAD_CPUTIME_ID) : -1.0;
 }
 
-void NodeClock::end(int64_t pack_index) {
-  pauses_.push_back({node_, pack_index, begin_, now()});
+void HostClock::end(int64_t pack_index) {
+  MarkClock::end(pack_index);
   if (busy_ >= 0) {
     const double share = hooks_ < kHooksTimed ? 1.0 : static_cast<double>(kTimedEvery);
-    hook_seconds_ += share * (seconds(CLOCK_THREAD_CPUTIME_ID) - busy_);
+    hook_seconds_ += share * (read(CLOCK_THREAD_CPUTIME_ID) - busy_);
   }
   ++hooks_;
 }
 
-NodeTimes NodeClock::nodes() const {
-  NodeTimes result;
-  result.reserve(begins_.size());
-  for (size_t node = 0; node < begins_.size(); ++node)
-    if (begins_[node] >= 0) result.emplace_back(static_cast<int64_t>(node), begins_[node]);
-  return result;
+DeviceClock::DeviceClock(std::shared_ptr<EventPool> events, Stream forward)
+    : stream(forward), events_(std::move(events)) {
+  events_->driver().require_not_capturing(stream);
+  start();
 }
 
 }  // namespace offload

@@ -7,8 +7,13 @@
 #include <cstddef>
 #include <cstdint>
 #include <map>
+#include <memory>
+#include <optional>
 #include <utility>
 #include <vector>
+
+#include "driver.h"
+#include "event_pool.h"
 
 namespace offload {
 
@@ -28,42 +33,103 @@ struct StepTimes {
   std::vector<double> node_seconds;  // for each node: its duration without the time of hooks
   std::map<int64_t, double> waits;   // for each pack index: the time for which its unpack waited
   double stall_seconds = 0;          // total time of hooks
+  double step_seconds = 0;
 };
 
 // Computes the times of a step. `step_seconds`: the end of the step. A node that did not begin has a duration of 0.
 StepTimes measure(const NodeTimes& nodes, const std::vector<Pause>& pauses, double step_seconds, size_t node_count);
 
-// Records when nodes begin and how long hooks take, with the clock of Python's time.perf_counter.
+// Records when nodes begin and how long hooks take.
 class NodeClock {
  public:
-  NodeClock();
+  virtual ~NodeClock() = default;
+
   // Records the begin of a hook that may swap, prefetch, wait or recompute.
-  void begin();
+  virtual void begin() = 0;
   // Records the start of a node at the begin of the current hook.
-  void arrive(int64_t node) { begins(node, begin_); }
+  virtual void arrive(int64_t node) = 0;
   // Records the start of a node now, in a hook that does nothing else.
-  void pass_by(int64_t node) { begins(node, now()); }
+  virtual void pass_by(int64_t node) = 0;
   // Records the end of the hook that began last. `pack_index`: pack of the tensor for which backward waited; -1: none.
-  void end(int64_t pack_index);
-  // Returns the nodes that began and their start times, in order.
-  NodeTimes nodes() const;
-  const std::vector<Pause>& pauses() const { return pauses_; }
-  // Returns the CPU time of all hooks, estimated from those that were measured.
-  double hook_seconds() const { return hook_seconds_; }
+  virtual void end(int64_t pack_index) = 0;
+  // Records the end of the step.
+  virtual void finish() = 0;
+  // Returns the times of a step of `node_count` nodes; nothing before its end.
+  virtual std::optional<StepTimes> measure(size_t node_count) = 0;
+  // Returns the CPU time of all hooks, estimated from those that were measured; 0 on a device.
+  virtual double hook_seconds() const { return 0; }
 
   bool is_listening = false;  // a callback at the end of backward is registered
+};
+
+// Stores marks, which are points in time.
+template <typename Mark>
+class MarkClock : public NodeClock {
+ public:
+  void begin() override { begin_ = now(); }
+  void arrive(int64_t node) override { begins(node, begin_); }
+  void pass_by(int64_t node) override { begins(node, now()); }
+  void end(int64_t pack_index) override { pauses_.push_back({node_, pack_index, begin_, now()}); }
+  void finish() override { end_ = now(); }
+  std::optional<StepTimes> measure(size_t node_count) override;
+
+ protected:
+  // Starts the first node.
+  void start();
+  virtual Mark now() = 0;
+  virtual bool is_reached(const Mark& mark) = 0;
+  virtual double seconds(const Mark& from, const Mark& to) = 0;
 
  private:
-  static double now();
-  void begins(int64_t node, double at);
+  struct Hook {
+    int64_t node;
+    int64_t pack_index;
+    Mark begin, end;
+  };
 
-  std::vector<double> begins_;  // start time of each node; negative: it has not begun
-  std::vector<Pause> pauses_;
-  double begin_ = 0;
-  double busy_ = -1;  // CPU time of the thread at `begin`; negative: not read
+  void begins(int64_t node, const Mark& at);
+
+  std::vector<std::optional<Mark>> begins_;  // by node
+  std::vector<Hook> pauses_;
+  std::optional<Mark> end_;
+  Mark begin_{};
   int64_t node_ = 0;
+};
+
+// Reads the clock of Python's time.perf_counter.
+class HostClock final : public MarkClock<double> {
+ public:
+  HostClock() { start(); }
+  void begin() override;
+  void end(int64_t pack_index) override;
+  double hook_seconds() const override { return hook_seconds_; }
+
+ private:
+  double now() override;
+  bool is_reached(const double& /*mark*/) override { return true; }
+  double seconds(const double& from, const double& to) override { return to - from; }
+
+  double busy_ = -1;  // CPU time of the thread at `begin`; negative: not read
   int64_t hooks_ = 0;
   double hook_seconds_ = 0;
+};
+
+// Records events on a compute stream, so it measures when the device reaches a node, a hook's begin and its end.
+class DeviceClock final : public MarkClock<EventRef> {
+ public:
+  // Throws DriverError if work on `stream` is captured into a graph.
+  DeviceClock(std::shared_ptr<EventPool> events, Stream stream);
+
+  Stream stream;  // the stream of forward, later of backward
+
+ private:
+  EventRef now() override { return events_->record(stream); }
+  bool is_reached(const EventRef& mark) override { return events_->driver().event_done(mark.get()); }
+  double seconds(const EventRef& from, const EventRef& to) override {
+    return 1e-3 * events_->driver().event_elapsed_ms(from.get(), to.get());
+  }
+
+  const std::shared_ptr<EventPool> events_;
 };
 
 }  // namespace offload

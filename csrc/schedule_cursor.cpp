@@ -38,7 +38,7 @@ ScheduleCursor::Verdict ScheduleCursor::pack(int64_t pack_index, int64_t nbytes)
   if (found == nullptr) return Verdict::undecided;
   if (!found->is_kept_again && found->kept_bytes != nbytes && !OFFLOAD_BROKEN("a kept tensor has the recorded size"))
     return Verdict::undecided;
-  if (is_due(found->node_after) || !decides) return Verdict::due;
+  if (is_due(found->node_after)) return Verdict::due;
   if (found->node_after >= 0) {
     if (clock_ != nullptr) clock_->pass_by(found->node_after);
     node = found->node_after;
@@ -49,7 +49,7 @@ ScheduleCursor::Verdict ScheduleCursor::pack(int64_t pack_index, int64_t nbytes)
 
 bool ScheduleCursor::unpack(int64_t pack_index) {
   const PackRow* const found = row(pack_index);
-  if (!decides || found == nullptr || found->is_swapped) return false;
+  if (found == nullptr || found->is_swapped) return false;
   if (found->watched < node || is_due(found->watched)) return false;
   if (clock_ != nullptr) {
     if (!clock_->is_listening) return false;

@@ -35,6 +35,7 @@ struct PackRow {
   int64_t swapped_bytes = -1;  // a storage of exactly this size is swapped
   uint64_t need = 0;           // spill priority of that storage: larger if backward needs it later
   int64_t first = -1;          // the pack that saved the storage of this tensor first
+  bool is_recorded = false;    // Python handles the pack: operators are recorded around it, or a recipe reads the tensor
 };
 
 // A copy that is due at a node, for the storage of a pack.
@@ -141,9 +142,8 @@ class ScheduleCursor {
   void forget_uses() { used_.clear(); }
 
   int64_t node = 0;
-  int64_t next_due = 0;          // the node at which the next release or prefetch is due
-  bool is_on_schedule = true;    // so far the step does the same as the recorded one
-  bool decides = true;           // false: Python handles every hook, because it times them with device events
+  int64_t next_due = 0;        // the node at which the next release or prefetch is due
+  bool is_on_schedule = true;  // so far the step does the same as the recorded one
 
  private:
   bool is_due(int64_t next_node) const;

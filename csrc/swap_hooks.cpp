@@ -97,8 +97,9 @@ PyObject* swap(SwapHooks& hooks, PyObject* tensor, const SavedIdentity& identity
 PyObject* pack(SwapHooks& hooks, PyObject* tensor, Owned owner, const dlpack::Tensor& described, int64_t pack_index,
                int64_t nbytes) {
   ScheduleCursor& cursor = *hooks.copies->cursor;
-  const PackRow* const row = cursor.decides && nbytes > 0 ? cursor.find(pack_index) : nullptr;
+  const PackRow* const row = nbytes > 0 ? cursor.find(pack_index) : nullptr;
   if (row == nullptr || !row->is_swapped) return nullptr;
+  if (row->is_recorded && !OFFLOAD_BROKEN("packs between recorded operators are reported")) return nullptr;
   if (cursor.clock() != nullptr) cursor.clock()->begin();
   if (is_movable(*hooks.books, tensor, described.device) <= 0) return nullptr;
   const uintptr_t address = reinterpret_cast<uintptr_t>(described.data) + described.byte_offset;
@@ -138,8 +139,11 @@ void note_missed(StepCopies& copies, const PackRow& row, int64_t pack_index, PyO
 PyObject* unpack(SwapHooks& hooks, PyObject* view, int64_t pack_index, PyObject* storage) {
   StepCopies& copies = *hooks.copies;
   ScheduleCursor& cursor = *copies.cursor;
-  if (!collect(*hooks.books)) return nullptr;  // before a swap-in: autograd nodes that have run have freed memory
-  const PackRow* const found = cursor.decides ? cursor.find(pack_index) : nullptr;
+  // Before a swap-in: autograd nodes that have run have freed memory. Python frees that of recomputed tensors.
+  if (!collect(*hooks.books)) return nullptr;
+  const Py_ssize_t freed = OFFLOAD_BROKEN("recomputed tensors are freed") ? 0 : PyObject_Size(hooks.books->freed.get());
+  if (freed != 0) return nullptr;
+  const PackRow* const found = cursor.find(pack_index);
   if (found == nullptr || !found->is_swapped || found->watched < cursor.node) return nullptr;
   if (cursor.clock() != nullptr && !cursor.clock()->is_listening) return nullptr;
   const PackRow row = *found;

@@ -1,6 +1,6 @@
 """Types of the native data plane; what each call orders and throws stands in csrc/*.h."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Sized
 from typing import Any
 
 from torch import Tensor, UntypedStorage, device, nn
@@ -218,6 +218,7 @@ class PackTable:
     def watch(self, index: int, node: int) -> None: ...
     def swap(self, index: int) -> None: ...
     def swap_out(self, index: int, nbytes: int, need: int) -> None: ...
+    def record(self, index: int) -> None: ...
     def show_again(self, index: int, first: int) -> None: ...
     def release(self, node: int, index: int) -> None: ...
     def prefetch(self, node: int, use: int, index: int) -> None: ...
@@ -230,18 +231,29 @@ class NodeClock:
     def arrive(self, node: int) -> None: ...
     def pass_by(self, node: int) -> None: ...
     def end(self, pack_index: int | None) -> None: ...
+    def finish(self) -> None: ...
     def measure(
-        self, end: float, node_count: int
-    ) -> tuple[tuple[float, ...], tuple[float, ...], dict[int, float], float, float]: ...
+        self, node_count: int
+    ) -> tuple[tuple[float, ...], tuple[float, ...], dict[int, float], float, float] | None:
+        """Starts and durations of nodes, waits by pack index, seconds in hooks, seconds of the step; None until its end."""
     @property
     def hook_seconds(self) -> float: ...
 
-def measure_step(
-    nodes: Sequence[tuple[int, float]],
-    pauses: Sequence[tuple[int, int | None, float, float]],
-    step_seconds: float,
-    node_count: int,
-) -> tuple[tuple[float, ...], tuple[float, ...], dict[int, float], float]: ...
+class HostClock(NodeClock):
+    """Reads the host's clock."""
+
+    def __init__(self) -> None: ...
+
+class EventPool:
+    """Events of a device, which clocks use again."""
+
+    def __init__(self, driver: Driver) -> None: ...
+
+class DeviceClock(NodeClock):
+    """Records events on a compute stream."""
+
+    def __init__(self, events: EventPool, stream: int) -> None: ...
+    def move_to(self, stream: int) -> None: ...
 
 class NodeBytes:
     """Bytes by node of a schedule."""
@@ -265,7 +277,6 @@ class ScheduleCursor:
     node: int
     next_due: int
     is_on_schedule: bool
-    decides: bool
     def __init__(
         self, table: PackTable, clock: NodeClock | None = None, meter: ActivationMeter | None = None
     ) -> None: ...
@@ -397,6 +408,7 @@ class EngineCore:
         record_use: Callable[[Tensor], None] | None,
         new_storage: Callable[[int, int], UntypedStorage] | None,
         warn: Callable[[str, str], None],
+        freed: Sized,
     ) -> None: ...
     @property
     def misses(self) -> int: ...

@@ -20,7 +20,7 @@ def swapped(tmp_path, monkeypatch):
 
     def run(free_bytes=1 << 40, kept_share=ANY, settled_after=None, **options):
         monkeypatch.setattr("offload.handle.LIMITS", replace(LIMITS, kept_share=kept_share))
-        monkeypatch.setattr("offload.control.promise.free_host_bytes", lambda: free_bytes)
+        monkeypatch.setattr("offload.control.promise.free_bytes", lambda device: free_bytes)
         # Measured times decide nothing: the first plan stays.
         monkeypatch.setattr(SlowdownPromise, "needs_plan", lambda promise, planned: False)
         monkeypatch.setattr(SlowdownPromise, "_wants_reference", lambda promise, planned: planned.steps % 2 == 0)

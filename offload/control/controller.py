@@ -253,9 +253,9 @@ class PlanController:
         return schedule, self._engine, self._counts, "kept by plan", partial(self._forget, signature)
 
     def _measures(self, state: SignatureState, planned: PlannedStep) -> bool:
-        if not self._on_cpu:
-            return planned.steps <= self._limits.device_measured_steps
-        every = {Phase.STEADY: self._limits.steady_measured_every, Phase.UNHOOKED: self._limits.recheck_steps}
+        limits = self._limits
+        steady = limits.steady_measured_every if self._on_cpu else limits.device_measured_every
+        every = {Phase.STEADY: steady, Phase.UNHOOKED: limits.recheck_steps}
         return planned.steps % every.get(state.phase, 1) == 0
 
     # -- plans --------------------------------------------------------------------------------------------------------

@@ -45,10 +45,9 @@ class Limits:
     searched
         The search for a plan ends once at least this many steps, reference steps included, have been measured to judge
         plans. Three of each kind are the least for a plan: then the first plan and `replans` others can be judged.
-    device_measured_steps
-        Number of steps that are measured on an accelerator, where each measurement records an event.
-    steady_measured_every
-        On the CPU, one step in this many is measured once the plan agrees with the measurements.
+    steady_measured_every, device_measured_every
+        One step in this many is measured once the plan agrees with the measurements: on the CPU; and on an accelerator,
+        where each measurement records an event.
     manual_measured_steps
         Number of steps that are measured in the manual mode; after them one in `recheck_steps` is measured.
     tolerance
@@ -103,8 +102,8 @@ class Limits:
     judged_steps: int = 8
     standard_errors: float = 1.0
     searched: int = 32
-    device_measured_steps: int = 8
     steady_measured_every: int = 16
+    device_measured_every: int = 32
     manual_measured_steps: int = 5
     tolerance: float = 0.05
     faster_link: float = 0.25

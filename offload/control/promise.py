@@ -14,7 +14,7 @@ from offload.control.planned_step import PlannedStep
 from offload.control.state_plan import StatePlanner
 from offload.control.wanted_plan import wanted_plan
 from offload.devices.allocator import release_free_memory
-from offload.devices.memory import free_host_bytes
+from offload.devices.memory import free_bytes
 from offload.devices.processes import local_processes
 from offload.options import Options, device_bytes
 from offload.plan import Link, Plan, least_feasible_limit, make_plan
@@ -43,8 +43,7 @@ class SlowdownPromise:
     limits
         Bounds and tolerances.
     engine
-        The engine whose copies are measured. On an accelerator, `max_slowdown` limits only the predicted slowdown:
-        copies do not slow the computation, and only the first steps are measured.
+        The engine whose copies are measured.
     copies
         The measured speed of the engine's copies.
     plan_state
@@ -71,7 +70,7 @@ class SlowdownPromise:
         """Return whether the plan's steps are to be compared with reference steps."""
         plan = planned.plan
         moves = plan is not None and bool(plan.swaps or plan.recomputes)
-        return moves and self._on_cpu and self._options.max_slowdown is not None
+        return moves and self._options.max_slowdown is not None
 
     def is_open(self, planned: PlannedStep) -> bool:
         """Return whether the search for a plan that keeps the promise goes on."""
@@ -100,7 +99,7 @@ class SlowdownPromise:
         is_small = more_bytes <= limits.kept_share * plan.unswapped_peak_bytes and self._options.memory_limit is None
         keeps_all = is_small and not planned.frontier.is_settled
         if keeps_all:  # all processes of this job may take such a step at the same time
-            keeps_all = limits.kept_room * local_processes() * more_bytes <= free_host_bytes()
+            keeps_all = limits.kept_room * local_processes() * more_bytes <= free_bytes(self._engine.device)
         return planned.make_reference(keeps_all=keeps_all)
 
     def defer_copy_outs(self, stopwatch: Stopwatch) -> None:
@@ -213,7 +212,7 @@ class SlowdownPromise:
         room = device_bytes(self._engine.device)
         held_bytes = planned.recipes.held_bytes(planned.recipes.recompute) if planned.recipes is not None else 0
         make = partial(wanted_plan, trace, planned.link, device_bytes=room, limits=self._limits)
-        if allowed is None or not self._on_cpu:
+        if allowed is None:
             return make(options=options, held_bytes=held_bytes)
         effort = self._limits.search_effort(sum(node.seconds for node in trace.nodes), len(trace.tensors))
         frontier.is_settled = False

@@ -242,6 +242,12 @@ def _gpu_processes(device: Accelerator) -> Iterator[Process]:
 # -- the CPU ----------------------------------------------------------------------------------------------------------
 
 
+def free_bytes(device: torch.device) -> int:
+    """Return the free memory of a device in bytes; on the CPU, `free_host_bytes`."""
+    found = device_of(device)
+    return found.memory_info()[0] if isinstance(found, Accelerator) else free_host_bytes()
+
+
 def free_host_bytes() -> int:
     """Return how many more bytes of memory this process can use; 0 if unknown.
 

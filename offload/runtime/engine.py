@@ -82,6 +82,7 @@ class Engine(_core.EngineCore):
         self.resident = _core.Gauge()  # bytes of swapped storages that are on the device
         self.unswapped = _core.Gauge()  # bytes that the same storages would have on the device without swapping
         self.dropped = _core.Gauge()  # bytes of dropped tensors that forward still holds, as of the last `collect`
+        self._dead: deque[WeakDroppedHandle] = deque()  # handles of freed graphs; their records are still to be freed
         there = self._device if self.is_accelerator else None
         super().__init__(
             store,
@@ -93,6 +94,7 @@ class Engine(_core.EngineCore):
             record_use=there.record_use if there is not None else None,
             new_storage=partial(_new_storage, device) if there is not None else None,
             warn=log.warning,
+            freed=self._dead,
         )
         self.store = store
         self.device = device
@@ -100,8 +102,8 @@ class Engine(_core.EngineCore):
         self._stats_before = store.stats()
         self._dropped: deque[RecomputedStorage] = deque()  # dropped tensors that forward still holds
         self._dropped_handles: dict[StorageKey, WeakDroppedHandle] = {}
-        self._dead: deque[WeakDroppedHandle] = deque()  # handles of freed graphs; their records are still to be freed
         self._collecting = threading.RLock()  # a signal handler in the same thread may collect as well
+        self._events: _core.EventPool | None = None
 
     def current_stream(self) -> int:
         """Return the handle of the compute stream that the calling thread uses now; 0 on the CPU."""
@@ -167,6 +169,14 @@ class Engine(_core.EngineCore):
     def synchronize(self) -> None:
         """Wait for all work of the device."""
         self._device.synchronize()
+
+    def start_clock(self) -> _core.NodeClock:
+        """Return a clock that measures the step that begins now."""
+        if not self.is_accelerator:
+            return _core.HostClock()
+        if self._events is None:
+            self._events = _core.EventPool(self._device.driver())
+        return _core.DeviceClock(self._events, self._device.current_stream())
 
     def mark(self) -> Any:
         """Return a point in time: of the clock on the CPU, of the current stream on an accelerator."""

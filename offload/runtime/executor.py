@@ -13,13 +13,12 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
-from offload._core import ActivationMeter, NodeClock, ScheduleCursor, StepCopies, SwappedStorage
+from offload._core import ActivationMeter, DeviceClock, ScheduleCursor, StepCopies, SwappedStorage
 from offload.runtime.counters import Counts
-from offload.runtime.device_clock import DeviceClock
 from offload.runtime.engine import Engine
 from offload.runtime.recomputation import DroppedTensors, Recomputation
 from offload.runtime.recomputed_storage import DroppedHandle
@@ -69,11 +68,7 @@ class StepObserver(Protocol):
         """Called at the start of a hook that may wait or start a copy."""
 
     def pass_by(self, pack_index: int) -> None:
-        """Called at the pack of a kept tensor if the node that begins after it has a release or a prefetch.
-
-        In a timed step on an accelerator it is called at every pack of a tensor that the schedule keeps, so that the
-        start of each node can be recorded as an event.
-        """
+        """Called at the pack of a kept tensor if the node that begins after it has a release or a prefetch."""
 
     def reason_to_keep(self, pack_index: int, nbytes: int) -> str | None:
         """Return why this storage is kept; None if it is swapped, or dropped and recomputed in backward."""
@@ -141,7 +136,8 @@ class Measured:
     stall_seconds: float  # elapsed time of the hooks that swap, prefetch, wait or recompute
     hook_seconds: float  # CPU time of these hooks; zero on an accelerator
     step_seconds: float
-    thread_seconds: float | None = None  # CPU time of the step's thread, with hooks; None if backward ended in another
+    # CPU time of the step's thread, with hooks; None on an accelerator, or if backward ended in another thread
+    thread_seconds: float | None = None
 
 
 class Stopwatch:
@@ -157,11 +153,11 @@ class Stopwatch:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._end: Any = None
+        self.finished = False  # whether backward has ended
         self._defers_copy_outs = False
         self._begun = threading.get_ident(), time.thread_time()
         self._thread_seconds: float | None = None
-        self.clock = DeviceClock(engine) if engine.is_accelerator else NodeClock()
+        self.clock = engine.start_clock()
         self.begin = self.clock.begin
         self.pass_by = self.clock.pass_by
         self.arrive = self.clock.arrive
@@ -185,25 +181,22 @@ class Stopwatch:
         """If a backward pass is running, register a callback at its end, which records the time. Does so only once."""
         if not self.clock.is_listening and current_node() is not None:
             self.clock.is_listening = True
+            if isinstance(self.clock, DeviceClock):
+                self.clock.move_to(self._engine.current_stream())
             # Does not keep this object alive: a thread of torch may hold the callback briefly after backward returns.
             call_at_end_of_backward(weak_callback(self._finish))
 
     def _finish(self) -> None:
-        self._end = self._engine.mark()
+        self.clock.finish()
+        self.finished = True
         self.end_deferral()
         thread, before = self._begun
-        self._thread_seconds = time.thread_time() - before if threading.get_ident() == thread else None
-
-    @property
-    def finished(self) -> bool:
-        """Whether backward has ended."""
-        return self._end is not None
+        is_known = not self._engine.is_accelerator and threading.get_ident() == thread
+        self._thread_seconds = time.thread_time() - before if is_known else None
 
     def measured(self, node_count: int) -> Measured | None:
         """Return the durations of `node_count` nodes (0 s if a node did not begin); None if the step runs on."""
-        if self._end is None:
-            return None
-        found = self.clock.measure(self._end, node_count)
+        found = self.clock.measure(node_count)
         if found is None:
             return None
         starts, node_seconds, waits, stall_seconds, step_seconds = found
@@ -227,11 +220,7 @@ class ScheduleExecutor:
         self.schedule = schedule
         self.stopwatch = stopwatch
         self.reason = reason
-        clock = stopwatch.clock if stopwatch is not None else None
-        self._device_clock = clock if isinstance(clock, DeviceClock) else None
-        self.cursor = ScheduleCursor(schedule.table, None if isinstance(clock, DeviceClock) else clock, meter)
-        if self._device_clock is not None:
-            self.cursor.decides = False
+        self.cursor = ScheduleCursor(schedule.table, stopwatch.clock if stopwatch is not None else None, meter)
         self._engine = engine
         self._counts = counts
         self._deviate = deviate
@@ -323,8 +312,7 @@ class ScheduleExecutor:
         self._acted = first in self._swapped_bytes or first in self.schedule.recomputed
         if not self.on_schedule:
             return
-        cursor, clock = self.cursor, self._device_clock
-        before = cursor.node if clock is not None else 0
+        cursor = self.cursor
         asked = cursor.ask(pack_index)
         if asked == _BACK:
             self._start_over(self._watched[pack_index], pack_index)
@@ -333,8 +321,6 @@ class ScheduleExecutor:
             if self._acted:  # this tensor was not used in the recorded backward, which ran only a part of the graph
                 self._deviate()
             return
-        if clock is not None and cursor.node > before:
-            clock.arrive(cursor.node)
         if asked == _DUE:
             self._act(cursor.node)
 
@@ -351,8 +337,6 @@ class ScheduleExecutor:
         self._counts.recomputed.nbytes += nbytes
 
     def _arrive(self, node: int) -> None:
-        if self._device_clock is not None and node > self.cursor.node:
-            self._device_clock.arrive(node)
         if self.cursor.arrive(node):
             self._act(node)
 

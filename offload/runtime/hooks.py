@@ -98,11 +98,11 @@ class StepHooks(HookCore):
     """The hooks of one forward pass and of the backward passes over it.
 
     `pack` and `unpack` are methods of the base class, in C++. They handle most kept tensors. In a step that follows a
-    schedule and runs as recorded, they also handle most swapped tensors (`csrc/swap_hooks.cpp`). They handle no swapped
-    tensor if the step recomputes, if `Policy.asks_modules` returns True, or if device events time the hooks. For other
-    tensors they call `pack_due`, `pack_candidate`, `unpack_watched` or `unpack_swapped`. They call `pack_failed` or
-    `unpack_failed` if a swap by C++ fails, and `refuse` if a kept tensor was changed in place. Before `attach` is
-    called, tensors are swapped, but nothing is prefetched.
+    schedule and runs as recorded, they also handle most swapped tensors (`csrc/swap_hooks.cpp`), but none if
+    `Policy.asks_modules` returns True, and none that is packed while operators are recorded. For other tensors they
+    call `pack_due`, `pack_candidate`, `unpack_watched` or `unpack_swapped`. They call `pack_failed` or `unpack_failed`
+    if a swap by C++ fails, and `refuse` if a kept tensor was changed in place. Before `attach` is called, tensors are
+    swapped, but nothing is prefetched.
     """
 
     def __init__(self, policy: Policy) -> None:
@@ -129,10 +129,7 @@ class StepHooks(HookCore):
         if self._recomputation is not None:
             self._recomputation.begin(self.policy)
         policy = self.policy
-        # With recomputation, or if the running module matters, Python handles every swapped tensor. Otherwise, C++
-        # handles most of them, unless `cursor.decides` is False.
-        is_plain = observer.recomputation is None and not policy.asks_modules()
-        copies = observer.copies if is_plain else None
+        copies = None if policy.asks_modules() else observer.copies
         follow(self, observer, observer.cursor, observer.reason, copies, policy.state)
 
     def end_forward(self) -> None:

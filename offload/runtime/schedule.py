@@ -10,7 +10,7 @@ backward, a node begins when a node of autograd's graph unpacks its first saved 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TypedDict
@@ -83,6 +83,8 @@ class Schedule:
                 table.swap(index)
             elif not self.borrowed and index not in self._told:
                 table.keep_again(index)
+        for index in self._recorded:
+            table.record(index)
         for index, node in self.order.node_after_pack.items():
             table.weigh(index, node)
             if self.plan is not None:
@@ -128,6 +130,13 @@ class Schedule:
     def _told(self) -> frozenset[int]:
         """Packs of kept tensors that C++ reports to Python: a window begins there, or a recipe reads the tensor."""
         return self.sources.union(opens for opens, _ in self.windows)
+
+    @property
+    def _recorded(self) -> Iterator[int]:
+        """Packs at which the recorder must be suspended or told of the tensor, if it moves."""
+        yield from self.sources
+        for opens, closes in self.windows:
+            yield from range(max(opens, 0), closes + 1)
 
     @cached_property
     def sources(self) -> frozenset[int]:
