@@ -19,6 +19,7 @@ from pathlib import Path
 
 import torch
 from contest import alternate, medians, seconds, spread
+from gpu_frontier import release
 from hook_rig import KINDS, HookRig, microseconds
 from result_file import ResultFile
 from torch import Tensor
@@ -204,6 +205,7 @@ def copy_row(nbytes: int, direction: str, moved: int, samples: dict[str, list[fl
 def slab_memory(results: ResultFile, device: str, nbytes: int, rounds: int) -> None:
     """Seconds per GiB until host memory is pinned: a slab, and torch's pin_memory."""
     held: list[object] = []  # until the end: neither side may recycle what it had before
+    release(device)
 
     def slab() -> float:
         source = torch.zeros(1, dtype=torch.uint8, device=device)

@@ -35,7 +35,7 @@ from contestants import (
 )
 from models import FAMILIES, Size
 from result_file import ResultFile
-from training import STEPS_TO_SETTLE, Setting, Step, Trainer, same_bits
+from training import STEPS_PER_HASH, STEPS_TO_SETTLE, STEPS_TO_STEADY_MAX, Setting, Step, Trainer, same_bits
 
 from offload.options import default_host_limit
 
@@ -47,8 +47,8 @@ WIDTHS_SAVED = 18  # a block saves about so many values a token and unit of widt
 STEPS_TIMED = 5
 PASSES = 3
 # What matters most first: time may not suffice for all.
-ORDER = (PLAIN, SLOWDOWNS[2], BY_HAND[1], CHECKPOINT, SLOWDOWNS[0], BY_HAND[2], SELECTIVE, SAVE_ON_CPU,
-         *contestants.ACCELERATOR_ONLY, TRANSFORMERS, BY_HAND[0])  # fmt: skip
+ORDER = (PLAIN, SLOWDOWNS[2], CHECKPOINT, SLOWDOWNS[4], SAVE_ON_CPU, SELECTIVE, BY_HAND[1], SLOWDOWNS[3], SLOWDOWNS[0],
+         TRANSFORMERS, BY_HAND[2], *contestants.ACCELERATOR_ONLY, BY_HAND[0])  # fmt: skip
 
 
 def order(slow: bool) -> list[Contestant]:
@@ -97,7 +97,8 @@ class Table:
         row["step_seconds_spread"] = list(spread(seconds))
         pairs = list(zip(steps, self._plain, strict=False))
         row["equal_losses"] = all(own.loss == plain.loss for own, plain in pairs)
-        row["equal_gradients"] = all(own.gradients == plain.gradients for own, plain in pairs if own.gradients)
+        hashed = [(own.gradients, plain.gradients) for own, plain in pairs if own.gradients and plain.gradients]
+        row["equal_gradients"] = bool(hashed) and all(own == plain for own, plain in hashed)
         row["equal_expected"] = contestant.equal
         for other in self._rows.values():
             self._relate(other)
@@ -122,11 +123,18 @@ class Table:
         row["memory_over_plain"] = row["peak_bytes"] / base["peak_bytes"] if base["peak_bytes"] else None
 
 
-def run(setting: Setting, contestant: Contestant, timed: int) -> tuple[list[Step], dict[str, Any]]:
-    """Train a fresh model for the settling and the timed steps; only the last one's gradients are hashed."""
+def run(setting: Setting, contestant: Contestant, timed: int, reference: int) -> tuple[list[Step], dict[str, Any]]:
+    """Train a fresh model until its plan is steady, then for the timed steps.
+
+    `reference`: number of steps of the plain run before its timed steps; all others are compared with them.
+    """
     trainer = Trainer(setting, contestant)
+    short = STEPS_TO_SETTLE + timed
     try:
-        steps = trainer.settle(STEPS_TO_SETTLE)
+        steps = trainer.settle_plan(STEPS_TO_STEADY_MAX)
+        if contestant is PLAIN:
+            steps = [trainer.step(hashes=at < short or at % STEPS_PER_HASH == 0) for at in range(reference)]
+        steps += trainer.settle(STEPS_TO_SETTLE)
         steps += [trainer.step(hashes=number == timed - 1) for number in range(timed)]
         return steps, trainer.figures()
     finally:
@@ -147,7 +155,7 @@ def measure(results: ResultFile, setting: Setting, *, passes: int, timed: int, d
                 results.append("left_out", {"pass": number, "name": contestant.name})
                 continue
             try:
-                steps, figures = run(setting, contestant, timed)
+                steps, figures = run(setting, contestant, timed, STEPS_TO_STEADY_MAX if number == 0 else 0)
                 right &= table.add(contestant, steps, timed, figures)
             except Inapplicable as reason:
                 table.fail(contestant, "inapplicable", reason)

@@ -27,6 +27,8 @@ from offload.devices import allocator
 STEPS_TO_WARM_UP = 2  # the first is recorded, the second follows the schedule
 STEPS_TO_SETTLE = 3  # the first is recorded, and in it memory is pinned or the file grows
 STEPS_TO_SETTLE_PLANNED = 6  # a new plan may follow each, at most five
+STEPS_TO_STEADY_MAX = 40
+STEPS_PER_HASH = 8
 
 
 @dataclass(frozen=True)
@@ -148,6 +150,13 @@ class Trainer:
             torch.cuda.reset_peak_memory_stats()
         self._stall_before = self._report().get("stall_seconds", 0.0)
         self._settled = self._number
+        return steps
+
+    def settle_plan(self, steps_max: int) -> list[Step]:
+        """Train until offload's plan is steady, if the contestant has one. Every eighth step is hashed."""
+        steps: list[Step] = []
+        while self.contestant.is_planned and not self._report().get("settled_steps") and len(steps) < steps_max:
+            steps.append(self.step(hashes=self._number % STEPS_PER_HASH == 0))
         return steps
 
     def step(self, hashes: bool = True) -> Step:

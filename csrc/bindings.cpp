@@ -240,6 +240,8 @@ PYBIND11_MODULE(_core, module) {
 
   py::class_<Driver, std::shared_ptr<Driver>>(module, "Driver")
       .def_property_readonly("name", &Driver::name)
+      .def("require_not_capturing",
+           [](Driver& driver, uintptr_t stream) { driver.require_not_capturing(reinterpret_cast<Stream>(stream)); })
       .def("device_memory", [](Driver& driver) {
         const DeviceMemory memory = driver.device_memory();
         return py::make_tuple(memory.free_bytes, memory.total_bytes);

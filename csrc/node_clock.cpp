@@ -95,10 +95,4 @@ void HostClock::end(int64_t pack_index) {
   ++hooks_;
 }
 
-DeviceClock::DeviceClock(std::shared_ptr<EventPool> events, Stream forward)
-    : stream(forward), events_(std::move(events)) {
-  events_->driver().require_not_capturing(stream);
-  start();
-}
-
 }  // namespace offload

@@ -117,8 +117,9 @@ class HostClock final : public MarkClock<double> {
 // Records events on a compute stream, so it measures when the device reaches a node, a hook's begin and its end.
 class DeviceClock final : public MarkClock<EventRef> {
  public:
-  // Throws DriverError if work on `stream` is captured into a graph.
-  DeviceClock(std::shared_ptr<EventPool> events, Stream stream);
+  DeviceClock(std::shared_ptr<EventPool> events, Stream forward) : stream(forward), events_(std::move(events)) {
+    start();
+  }
 
   Stream stream;  // the stream of forward, later of backward
 

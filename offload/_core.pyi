@@ -31,6 +31,7 @@ class Driver:
     @property
     def name(self) -> str: ...
     def device_memory(self) -> tuple[int, int]: ...
+    def require_not_capturing(self, stream: int) -> None: ...
 
 class HostDriver(Driver):
     def __init__(self, schedule: str = "threads", seed: int = 0, niceness: int = 0, bandwidth: float = 0.0) -> None: ...
@@ -235,7 +236,7 @@ class NodeClock:
     def measure(
         self, node_count: int
     ) -> tuple[tuple[float, ...], tuple[float, ...], dict[int, float], float, float] | None:
-        """Starts and durations of nodes, waits by pack index, seconds in hooks, seconds of the step; None until its end."""
+        """Starts and durations of nodes, waits by pack index, seconds in hooks and of the step; None until its end."""
     @property
     def hook_seconds(self) -> float: ...
 

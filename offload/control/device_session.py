@@ -208,7 +208,14 @@ class DeviceSession:
     # -- called by the enabled model ----------------------------------------------------------------------------------
 
     def begin_step(self) -> None:
-        """Begin a forward pass in this thread, outside of excluded modules."""
+        """Begin a forward pass in this thread, outside of excluded modules.
+
+        Raises
+        ------
+        DriverError
+            The step is captured into a graph. Detected before anything that would invalidate the capture.
+        """
+        self.engine.require_not_capturing()
         self._local.excluded = 0
         late_writes.begin_forward()
         self.counts.begin_step()

@@ -12,7 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -103,7 +103,6 @@ class Engine(_core.EngineCore):
         self._dropped: deque[RecomputedStorage] = deque()  # dropped tensors that forward still holds
         self._dropped_handles: dict[StorageKey, WeakDroppedHandle] = {}
         self._collecting = threading.RLock()  # a signal handler in the same thread may collect as well
-        self._events: _core.EventPool | None = None
 
     def current_stream(self) -> int:
         """Return the handle of the compute stream that the calling thread uses now; 0 on the CPU."""
@@ -170,12 +169,23 @@ class Engine(_core.EngineCore):
         """Wait for all work of the device."""
         self._device.synchronize()
 
+    @cached_property
+    def _driver(self) -> _core.Driver:
+        return self._device.driver()
+
+    @cached_property
+    def _events(self) -> _core.EventPool:
+        return _core.EventPool(self._driver)
+
+    def require_not_capturing(self) -> None:
+        """Raise DriverError if work on the current stream is captured into a graph."""
+        if self.is_accelerator:
+            self._driver.require_not_capturing(self._device.current_stream())
+
     def start_clock(self) -> _core.NodeClock:
         """Return a clock that measures the step that begins now."""
         if not self.is_accelerator:
             return _core.HostClock()
-        if self._events is None:
-            self._events = _core.EventPool(self._device.driver())
         return _core.DeviceClock(self._events, self._device.current_stream())
 
     def mark(self) -> Any:
