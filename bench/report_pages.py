@@ -34,7 +34,7 @@ APPENDICES = {
     "parts": ("Parts", "copies, spill file, hooks and planner, each by itself"),
     "targets": ("Targets and predictions", "what was aimed at and what was reached; predicted beside measured"),
     "simulated": ("Simulated GPUs", "computed from assumed figures of two cards; no GPU ran"),
-    "gpu": ("GPU suite", "what bench/gpu_suite.py measured on a GPU"),
+    "gpu": ("On a GPU", "training steps, copies and hooks on one GPU"),
 }
 UNITS = """*Plain* is training without any of these ways. *Memory* is what training adds to the memory of the process
 after model and optimizer are loaded, relative to plain training; *time* is the median step, relative to plain steps."""
@@ -50,6 +50,7 @@ NOTES = {
     "parts": "*Peer better*: offload reaches less than 97 % of the speed of what it is compared with.",
     "settling": "Plain training and offload with default settings train the same batches, step by step in turn.",
     "targets": "*Growth* is the memory that training adds to the process after model and optimizer are loaded.",
+    "gpu": "*Peer better*: no setting of offload needs as little memory and as little time, or copies as fast.",
     "simulated": "*Peer better*: no setting of offload needs as little memory and as little time as this way.",
 }
 ABOUT = """Memory and step time of training with `offload`, beside training without it (*plain*) and beside other ways
@@ -129,7 +130,8 @@ def by_network(points: Sequence[Point]) -> dict[str, dict[str, tuple[float, floa
 def summary(tables: Sequence[Table], held: Mapping[str, list[Table]], pictures: Set[str]) -> str:
     """The page that people read: where offload loses, one chart, one table."""
     points = points_of(tables, "networks")
-    lines = ["# Benchmarks\n", f"{ABOUT}\n", f"{losses(tables, points)}\n", f"{gains(points)}\n"]
+    lines = ["# Benchmarks\n", f"{ABOUT}\n", f"{losses(tables, points)}\n", f"{gains(points)}"]
+    lines += [*on_gpu(points_of(tables, "gpu")), ""]
     if "summary" in pictures:
         words = "Memory and step time of three ways on every network, relative to plain training"
         lines += [*chart(words, "benchmarks/summary"), ""]
@@ -160,6 +162,7 @@ def losses(tables: Sequence[Table], points: Sequence[Point]) -> str:
     ]
     if over:
         said.append(f"With default settings, steps are more than 5 % slower {'; '.join(over)}.")
+    points = [*points, *points_of(tables, "gpu")]
     ahead = [point for point in points if point.mark == PEER_BETTER and point.memory < SAVES_NOTHING]
     for way in dict.fromkeys(point.way for point in ahead):
         said += beaten(way, [point for point in ahead if point.way == way], points)
@@ -192,10 +195,17 @@ def beaten(way: str, better: Sequence[Point], points: Sequence[Point]) -> Iterat
     for point in better:
         if own := close.get(point.network):
             setting = SHOWN.get(own.way, own.way)
+            is_slower = own.step > point.step
+            lacks = "is as fast" if is_slower else "needs as little memory"
+            peers, ours = (
+                f"{each.step:.4f} × the time at {each.memory:.2f} × the memory"
+                if is_slower
+                else f"{each.memory:.4f} × the memory at {each.step:.2f} × the time"
+                for each in (point, own)
+            )
             yield (
-                f"No setting of offload is as fast as {name} on {point.network}, by a difference that rounding hides: "
-                f"it takes {point.step:.4f} × the time at {point.memory:.2f} × the memory, *{setting}* "
-                f"{own.step:.4f} × at {own.memory:.2f} ×."
+                f"No setting of offload {lacks} as {name} on {point.network}, by a difference that rounding hides: "
+                f"it takes {peers}, *{setting}* {ours}."
             )
 
 
@@ -242,6 +252,13 @@ def gains(points: Sequence[Point]) -> str:
             f"checkpointing every block: {each}."
         )
     return "\n".join(["**What it gains**\n", *(f"* {sentence}" for sentence in said)])
+
+
+def on_gpu(points: Sequence[Point]) -> Iterator[str]:
+    """A sentence on each way of offload that was measured on a GPU."""
+    own = [f"{size(point)} with *{SHOWN.get(point.way, point.way)}*" for point in points if "max_slow" in point.way]
+    if own:
+        yield f"* On [one GPU](benchmarks/gpu.md), a GPT needs {listed(own)}."
 
 
 def ahead_of_checkpointing(network: str, points: Sequence[Point]) -> Point | None:

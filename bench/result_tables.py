@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +82,7 @@ def read(path: Path) -> list[Table]:
     if "benchmarks" in content:
         return list(from_benchmarks(content))
     if "part" in content:
-        return list(from_part(content))
+        return [replace(table, page="gpu") for table in from_part(content)]
     if content.get("format") == "offload-frontier/1":
         return list(frontiers(content["rows"], content["machine"]))
     if content.get("format") == "offload-largest/1":
