@@ -7,6 +7,7 @@ from gpu_rig import LONG_IF_SIMULATED
 from torch import nn
 
 import offload
+from offload.control.step_cost import StepCost
 from offload.plan import InfeasibleLimitError
 
 pytestmark = pytest.mark.gpu
@@ -37,7 +38,7 @@ class Block(nn.Module):
         return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
 
 
-def train(knobs):
+def train(knobs, steps=STEPS, *, ends_on_cpu=False):
     """Losses, gradients of every step, and the allocator's peak from the third step on; the handle."""
     torch.manual_seed(0)
     model = nn.Sequential(*[Block(WIDTH) for _ in range(8)]).to(KIND)
@@ -45,11 +46,11 @@ def train(knobs):
     handle = offload.enable(model, **knobs) if knobs else None
     generator = torch.Generator().manual_seed(1)
     results = []
-    for step in range(STEPS):
+    for step in range(steps):
         if step == 2:
             gpu.synchronize()
             gpu.reset_peak_memory_stats()
-        x = torch.randn(ROWS, WIDTH, generator=generator).to(KIND)
+        x = torch.randn(ROWS, WIDTH, generator=generator, requires_grad=ends_on_cpu).to(KIND)
         loss = model(x).square().mean()
         loss.backward()
         results += [loss.detach().clone(), *(parameter.grad.clone().cpu() for parameter in model.parameters())]
@@ -86,3 +87,16 @@ def test_default_is_planned_and_bit_equal():
     verdict = handle.report().verdict
     assert verdict.step_seconds_planned > 0
     assert verdict.step_seconds > 0
+
+
+def test_the_slowdown_is_measured_beside_reference_steps(monkeypatch):
+    costs = []
+    of = StepCost.of
+    monkeypatch.setattr(StepCost, "of", lambda measured: costs.append(of(measured)) or costs[-1])
+    expected, _, _ = train({}, 14, ends_on_cpu=True)
+    results, _, handle = train({"max_slowdown": 1.0, "min_tensor_bytes": "64KiB"}, 14, ends_on_cpu=True)
+    assert all(map(torch.equal, results, expected))
+    assert handle.report().reference_steps >= 3
+    assert len(costs) >= 6
+    # The CPU time of the thread in which backward ends says nothing of an accelerator's step.
+    assert all(cost.own_step == cost.step > 0 for cost in costs)
