@@ -80,7 +80,7 @@ def parts(out: Path, site: Path, rehearse: bool) -> list[Part]:
     every = [
         Part("build", 75, False, (*pip, "--target", str(site), str(ROOT))),
         Part("driver", 20, False, script("driver")),
-        Part("tests", 95, True, test_command(python), {"OFFLOAD_REQUIRE_CUDA": "1", **deterministic}),
+        Part("tests", 150, True, test_command(python), {"OFFLOAD_REQUIRE_CUDA": "1", **deterministic}),
         Part("copies", 45, on_device, script("copies")),
         frontier(2048),
         frontier(4096),

@@ -25,6 +25,7 @@ MARKED_GPU = (
     "test_gpu_feed",
     "test_gpu_planned",
     "test_gpu_store",
+    "test_gpu_training",
     "test_oom",
     "test_timeline",
     "test_torch_compat",
@@ -51,6 +52,7 @@ LONG_FILES = (
     "test_gpu",
     "test_gpu_planned",
     "test_gpu_store",
+    "test_gpu_training",
 )
 LONG = ["--full", "-m", "long or full", *(f"tests/{path}.py" for path in LONG_FILES)]
 
