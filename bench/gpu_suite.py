@@ -75,16 +75,16 @@ def parts(out: Path, site: Path, rehearse: bool) -> list[Part]:
     def frontier(width: int) -> Part:
         name = f"frontier-{width}"
         command = script("frontier", "--width", str(width), part=name)
-        return Part(name, {2048: 105, 4096: 120}[width], on_device, command, deterministic)
+        return Part(name, {2048: 105, 4096: 105}[width], on_device, command, deterministic)
 
     every = [
-        Part("build", 75, False, (*pip, "--target", str(site), str(ROOT))),
+        Part("build", 60, False, (*pip, "--target", str(site), str(ROOT))),
         Part("driver", 20, False, script("driver")),
         Part("tests", 150, True, test_command(python), {"OFFLOAD_REQUIRE_CUDA": "1", **deterministic}),
-        Part("copies", 45, on_device, script("copies")),
+        Part("copies", 30, on_device, script("copies")),
         frontier(2048),
         frontier(4096),
-        Part("largest", 70, on_device, script("largest"), deterministic),
+        Part("largest", 60, on_device, script("largest"), deterministic),
         Part("pair", 40, on_device, script("pair"), deterministic),
     ]
     patience = REHEARSAL_PATIENCE if rehearse else 1
