@@ -1,6 +1,6 @@
 """Moves an optimizer's state to the swap store after each step, and back for the next one.
 
-A `StateMover` uses torch's hooks around `step` and after `load_state_dict`. The session makes one for each optimizer.
+A `StateMover` uses torch's hooks around `step` and `load_state_dict`. The session makes one for each optimizer.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import sys
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,6 +24,7 @@ from offload.optimizer_state import gradients_in_step
 from offload.optimizer_state.chunks import ChunkedStep, is_known, split, stepping_nothing
 from offload.optimizer_state.counts import StateCounts
 from offload.optimizer_state.divisible import why_its_kind_is_not_divided, why_not_divided
+from offload.optimizer_state.loading import defer
 from offload.optimizer_state.separable import is_separable
 from offload.optimizer_state.share import Passes, Share
 from offload.optimizer_state.streamed_state import SPILL_FIRST, StreamedState
@@ -43,7 +45,6 @@ AHEAD_BYTES = 64 << 20  # copy-ins, also of gradients, that were started for lat
 BEHIND_BYTES = 64 << 20  # copy-outs that have not ended
 
 STAYS_BY_PLAN = "steps stay within memory_limit without swapping out this state"
-
 _SAMPLE = SimpleNamespace(state={})
 _HELD_ONCE = sys.getrefcount(_SAMPLE.state)  # reference count of an attribute's value that no other code holds
 
@@ -113,6 +114,7 @@ class StateMover:
                 optimizer.register_step_pre_hook(self._before_step),
                 optimizer.register_step_post_hook(self._after_step),
             ]
+        self._hooks.append(optimizer.register_load_state_dict_pre_hook(partial(defer, self, self._min_nbytes)))
         self._hooks.append(optimizer.register_load_state_dict_post_hook(self._after_load_state_dict, prepend=True))
         self.counts.stays = STAYS_BY_PLAN if self.share.is_empty else ""
         self._after_load_state_dict(optimizer)  # moves out copies: the program may hold tensors of a loaded checkpoint

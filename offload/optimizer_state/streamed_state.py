@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from offload import _core
+from offload.optimizer_state.loading import convert
 from offload.optimizer_state.snapshot import Snapshot
 from offload.optimizer_state.state_tensor import StateTensor, is_movable
 from offload.runtime.engine import Engine
@@ -117,6 +118,7 @@ class StreamedState(defaultdict[Any, State]):
         `need` is the spill priority: blocks with a larger one go to disk sooner.
         """
         state = self.peek(key)
+        convert(key, state)
         self._away_nbytes = None
         if not isinstance(state, dict):  # there is none, or the entry is not a parameter's state
             self._keep(key, [])
@@ -149,6 +151,7 @@ class StreamedState(defaultdict[Any, State]):
 
     def stay(self, key: Any) -> None:
         """Stop moving those of one parameter's tensors that are in memory now."""
+        convert(key, self.peek(key))
         if key in self.tensors or key in self.held:
             self._keep(key, [each for each in self.tensors.get(key, ()) if each.is_away])
 
@@ -207,6 +210,7 @@ class StreamedState(defaultdict[Any, State]):
             A tensor could not be read. It and the tensors after it are still away.
         """
         nbytes = 0
+        convert(key, self.peek(key))
         for each in self.tensors.get(key, ()):
             if each.is_away:
                 self._read(key, each, each.bring)

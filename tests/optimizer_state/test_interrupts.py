@@ -18,9 +18,18 @@ CALLS = {
     "step": lambda optimizer, on, loaded: optimizer.step(),
     "state_dict": lambda optimizer, on, loaded: optimizer.state_dict(),
     "load_state_dict": lambda optimizer, on, loaded: optimizer.load_state_dict(loaded),
+    "load_state_dict, other dtype": lambda optimizer, on, loaded: optimizer.load_state_dict(with_doubles(loaded)),
     "read": lambda optimizer, on, loaded: list(optimizer.state.values()),
     "disable": lambda optimizer, on, loaded: on.handles[0].disable(),
 }
+
+
+def with_doubles(loaded):
+    """A state dict that has to be converted."""
+    state = {key: {name: value.double() for name, value in each.items()} for key, each in loaded["state"].items()}
+    return {**loaded, "state": state}
+
+
 PRIME = 13  # so that a coarse walk over the lines meets other ones of a loop each time
 
 

@@ -134,3 +134,30 @@ def test_state_that_exists_before_enable(asked, seed, monkeypatch):
 
     knobs = {"n_tensors": 0} if asked is True else {"memory_limit": "1MiB", "recompute": False}
     assert all(map(torch.equal, run(knobs), run(None)))
+
+
+def test_a_checkpoint_in_host_memory_never_is_all_on_the_device():
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(128, 128, bias=False) for _ in range(16))).to("sim")
+    plain, moved = (torch.optim.AdamW(model.parameters(), foreach=False) for _ in range(2))
+    model(torch.ones((4, 128)).to("sim")).square().mean().backward()
+    plain.step()
+    expected = [value.cpu() for each in plain.state_dict()["state"].values() for value in each.values()]
+    checkpoint = plain.state_dict()
+    checkpoint["state"] = {
+        number: {name: value.cpu() for name, value in each.items()} for number, each in checkpoint["state"].items()
+    }
+    del plain
+    gc.collect()
+    knobs = {"n_tensors": 0, "min_tensor_bytes": 1024, "optimizer_state": True}
+    with offload.enable(model, optimizer=moved, **knobs) as handle:
+        torch.sim.synchronize()
+        before = torch.sim.memory_stats()["allocated_bytes.all.current"]
+        torch.sim.reset_peak_memory_stats()
+        moved.load_state_dict(checkpoint)
+        of_one = 2 * (64 << 10)
+        peak = torch.sim.memory_stats()["allocated_bytes.all.peak"] - before
+        assert of_one <= peak <= mover.BEHIND_BYTES + 2 * of_one < 16 * of_one / 4
+        assert handle.report().optimizer_state[0].out_bytes == 16 * of_one
+        found = [value.cpu() for each in moved.state_dict()["state"].values() for value in each.values()]
+    assert all(map(torch.equal, found, expected))

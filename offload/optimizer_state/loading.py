@@ -1,0 +1,78 @@
+"""Lets `load_state_dict` convert the state of a checkpoint one parameter after the other.
+
+Torch converts every tensor to the device and dtype of its parameter before a hook may move any of them. So a hook
+before it replaces the tensors that would be copied by *unconverted* ones, which torch leaves as they are. Each of them
+is converted when its parameter's state is about to leave memory or to be used.
+"""
+
+from __future__ import annotations
+
+from itertools import chain
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+__all__ = ["convert", "defer"]
+
+
+class _Unconverted(Tensor):
+    """A tensor of a checkpoint, which shares its memory. `to` returns it as it is."""
+
+    def to(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Do nothing."""
+        return self
+
+
+class _Mover(Protocol):
+    """The part of `StateMover` that `defer` uses."""
+
+    @property
+    def rests(self) -> bool:
+        """Whether no state is to leave memory."""
+
+
+def defer(mover: _Mover, min_nbytes: int, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
+    """Return the state dict to load, with the large tensors that torch would copy unconverted.
+
+    Parameters
+    ----------
+    mover
+        If it rests, the result is None, and the given state dict is loaded.
+    min_nbytes
+        Smaller tensors are converted by torch.
+    """
+    if mover.rests:
+        return None
+    loaded, own = (
+        list(chain.from_iterable(group["params"] for group in groups))
+        for groups in (state_dict["param_groups"], optimizer.param_groups)
+    )
+    params = dict(zip(loaded, own, strict=False))  # of different lengths: torch raises an error
+    state = {
+        key: {name: _deferred(params[key], name, value, min_nbytes) for name, value in values.items()}
+        if key in params and isinstance(values, dict)
+        else values
+        for key, values in state_dict["state"].items()
+    }
+    return {**state_dict, "state": state}
+
+
+def _deferred(param: Tensor, name: Any, value: Any, min_nbytes: int) -> Any:
+    if type(value) is not Tensor or type(param) not in (Tensor, torch.nn.Parameter) or name == "step":
+        return value
+    is_as_torch_wants = value.device == param.device and value.dtype == _dtype(param, value)
+    return value if value.nbytes < min_nbytes or is_as_torch_wants else value.as_subclass(_Unconverted)
+
+
+def _dtype(param: Tensor, value: Tensor) -> torch.dtype:
+    """Return the dtype to which torch converts state."""
+    return param.dtype if param.is_floating_point() else value.dtype
+
+
+def convert(param: Tensor, state: Any) -> None:
+    """Convert the unconverted tensors of one parameter's state. Does nothing if `state` is not a dictionary."""
+    for name, value in state.items() if isinstance(state, dict) else ():
+        if type(value) is _Unconverted:
+            state[name] = value.as_subclass(Tensor).to(param.device, _dtype(param, value))
