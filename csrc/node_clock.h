@@ -1,7 +1,7 @@
 // Measures when the nodes of a step start, and how long hooks take in each node.
 //
-// schedule_cursor.cpp and executor.py report nodes and hooks to it. It uses no Python. Not thread safe: callers hold
-// the GIL.
+// schedule_cursor.cpp, swap_hooks.cpp, executor.py and the profiler report nodes and hooks to it. It uses no Python.
+// Not thread safe: callers hold the GIL.
 #pragma once
 
 #include <cstddef>
@@ -29,7 +29,7 @@ using NodeTimes = std::vector<std::pair<int64_t, double>>;  // the nodes that be
 
 // The times of a step, in seconds; starts are counted from the beginning of the step.
 struct StepTimes {
-  std::vector<double> starts;        // for each node: when it could begin to compute
+  std::vector<double> starts;        // for each node: its start, or the end of the hook in which it started
   std::vector<double> node_seconds;  // for each node: its duration without the time of hooks
   std::map<int64_t, double> waits;   // for each pack index: the time for which its unpack waited
   double stall_seconds = 0;          // total time of hooks

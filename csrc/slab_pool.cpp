@@ -115,7 +115,7 @@ bool SlabPool::grow(size_t bytes) {
   const size_t wanted = (std::max<size_t>(bytes, 1) + kPageBytes - 1) / kPageBytes * kPageBytes;
   const size_t room = max_bytes_ - stats_.held_bytes;
   if (wanted > room) {
-    drop_empty_slabs();
+    drop_empty_slabs(0);
     if (wanted > max_bytes_ - stats_.held_bytes) return false;
   }
   const size_t slab_bytes = std::max(wanted, std::min(slab_bytes_, max_bytes_ - stats_.held_bytes));
@@ -187,16 +187,17 @@ void SlabPool::sweep() {
 
 EventRef SlabPool::oldest_fence() const { return fenced_.empty() ? nullptr : fenced_.front().fence; }
 
-size_t SlabPool::trim() {
+size_t SlabPool::trim(size_t keep_bytes) {
   refusal_.reset();
-  return drop_empty_slabs();
+  return drop_empty_slabs(keep_bytes);
 }
 
-size_t SlabPool::drop_empty_slabs() {
+size_t SlabPool::drop_empty_slabs(size_t keep_bytes) {
   sweep();
   size_t given_back = 0;
   for (Slab& slab : slabs_) {
     if (slab.data == nullptr || slab.free.free_bytes() < slab.bytes) continue;
+    if (stats_.held_bytes - given_back - slab.bytes < keep_bytes) continue;
     if (driver_->host_unregister(slab.data)) unmap_pages(slab.data, slab.bytes);  // else it is leaked, still pinned
     given_back += slab.bytes;
     slab = Slab{};

@@ -35,7 +35,7 @@ struct PoolStats {
   size_t held_bytes = 0;        // bytes of all slabs; they are pinned
   size_t used_bytes = 0;        // bytes of blocks that are allocated or still fenced, rounded up
   size_t requested_bytes = 0;   // bytes requested for the same blocks
-  size_t high_water_bytes = 0;  // maximum of used_bytes so far
+  size_t high_water_bytes = 0;  // maximum of used_bytes since restart_high_water
   double registration_seconds = 0;
 };
 
@@ -48,15 +48,16 @@ class SlabPool {
 
   // Returns nullopt if no free range fits and the cap leaves no room for another slab. Throws PinningFailed, with
   // nothing allocated, if the driver cannot pin a new slab. A failed attempt takes as long as pinning. So after a
-  // failure, a new slab of the same size or more is refused without an attempt, until a slab has been freed, trim() has
+  // failure, a new slab of the same size or more is refused without an attempt, until a slab has been freed, trim has
   // been called or a minute has passed.
   std::optional<Block> try_allocate(size_t bytes);
   // Releases a block. `fence`: the event of the block's last copy; null if no copy is in flight.
   void release(const Block& block, EventRef fence);
   // Returns the oldest fence, for a caller that waits for a block; null if there is none.
   EventRef oldest_fence() const;
-  // Unregisters and frees every empty slab. Returns the bytes freed.
-  size_t trim();
+  // Unregisters and frees empty slabs, as long as the others hold at least `keep_bytes`. Returns the bytes freed.
+  size_t trim(size_t keep_bytes);
+  void restart_high_water() { stats_.high_water_bytes = stats_.used_bytes; }
 
   size_t free_bytes() const;  // bytes that can still be allocated, apart from fragmentation
   size_t max_bytes() const { return max_bytes_; }
@@ -77,7 +78,7 @@ class SlabPool {
   void sweep();
   bool grow(size_t bytes);
   Slab& empty_slab();
-  size_t drop_empty_slabs();
+  size_t drop_empty_slabs(size_t keep_bytes);
   std::optional<Block> take(size_t bytes);
   void give_back(const Block& block);
 

@@ -33,7 +33,8 @@ int contains(PyObject* object, PyObject* name, PyObject* storage) {
   return set ? PySet_Contains(set.get(), storage) : -1;
 }
 
-// Returns whether a storage is known to have no owner outside the graph; −1: a Python error.
+// Returns whether neither the model holds a storage, nor the tensor is a leaf, which the program holds; −1: a Python
+// error.
 int is_free(const SwapHooks& hooks, PyObject* tensor, int64_t storage) {
   const Owned identity(PyLong_FromLongLong(storage));
   const int is_state = identity ? contains(hooks.held.get(), names.storages, identity.get()) : -1;
@@ -103,7 +104,7 @@ PyObject* pack(SwapHooks& hooks, PyObject* tensor, Owned owner, const dlpack::Te
   if (cursor.clock() != nullptr) cursor.clock()->begin();
   if (is_movable(*hooks.books, tensor, described.device) <= 0) return nullptr;
   const uintptr_t address = reinterpret_cast<uintptr_t>(described.data) + described.byte_offset;
-  // Created now: nothing may fail when the copy has ended, and what follows may change the tensor's shape.
+  // Created now: nothing may fail after the copy-out has begun, and Python code below may change the tensor's shape.
   Owned view(make_view(tensor, described, static_cast<Py_ssize_t>(pack_index)));
   if (!view || empty_of(*hooks.books, dtype_of(view.get())) == nullptr) return nullptr;
   SavedIdentity identity;
@@ -120,7 +121,7 @@ PyObject* pack(SwapHooks& hooks, PyObject* tensor, Owned owner, const dlpack::Te
   if (identity.key.nbytes != row->swapped_bytes && !OFFLOAD_BROKEN("a swapped storage has the recorded size"))
     return nullptr;
   if (is_free(hooks, tensor, identity.key.storage) <= 0) return nullptr;
-  // If it spans as many bytes as are copied, these begin with its first element.
+  // If the tensor spans all bytes that are copied, they begin with its first element.
   if (span_of(view.get()) == nbytes && identity.key.nbytes == nbytes) identity.address = address;
   identity.dtype = dtype_of(view.get());
   return swap(hooks, tensor, identity, std::move(view), address, *row, pack_index, nbytes);
@@ -128,7 +129,7 @@ PyObject* pack(SwapHooks& hooks, PyObject* tensor, Owned owner, const dlpack::Te
 
 // -- unpack -----------------------------------------------------------------------------------------------------------
 
-// Stores the pack of a tensor whose copy-in has not begun when backward needs it.
+// In a measured step: notes a tensor whose copy-in has not begun when backward needs it, and measures activations.
 void note_missed(StepCopies& copies, const PackRow& row, int64_t pack_index, PyObject* storage) {
   if (copies.cursor->meter() == nullptr) return;
   const bool is_missing = is_swapped_out(swapped(storage));
@@ -139,7 +140,8 @@ void note_missed(StepCopies& copies, const PackRow& row, int64_t pack_index, PyO
 PyObject* unpack(SwapHooks& hooks, PyObject* view, int64_t pack_index, PyObject* storage) {
   StepCopies& copies = *hooks.copies;
   ScheduleCursor& cursor = *copies.cursor;
-  // Before a swap-in: autograd nodes that have run have freed memory. Python frees that of recomputed tensors.
+  // Before a swap-in: autograd nodes that have run have freed memory. If they held recomputed tensors, Python handles
+  // this unpack, and frees their memory first.
   if (!collect(*hooks.books)) return nullptr;
   const Py_ssize_t freed = OFFLOAD_BROKEN("recomputed tensors are freed") ? 0 : PyObject_Size(hooks.books->freed.get());
   if (freed != 0) return nullptr;

@@ -383,3 +383,11 @@ def test_a_search_that_starts_again_forgets_how_long_nodes_took(is_guarded, monk
     machines.run(plant, profiled, calibrated, STEPS + 4 * LIMITS.recheck_steps, neighbour, max_slowdown=0.05)
     first = next(plan for number, plan in plant.plans.items() if number > STEPS)
     assert (first.compute_seconds > 1.5 * plant.compute_seconds) == is_guarded
+
+
+def test_a_search_that_begins_again_may_plan_as_often_as_the_first():
+    plant, profiled, calibrated = machine(0)
+    planned, _ = machines.run(plant, profiled, calibrated, STEPS, max_slowdown=0.05)
+    planned.replans = LIMITS.replans
+    planned.search_again()
+    assert (planned.replans, planned.frontier.tried, planned.frontier.is_settled) == (0, [], False)

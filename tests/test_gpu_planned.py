@@ -1,5 +1,7 @@
 """Plans on an accelerator: the limit holds for what torch's allocator hands out, and the bits are the same."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from accelerator import KIND, gpu, is_available, is_simulated
@@ -7,6 +9,9 @@ from gpu_rig import LONG_IF_SIMULATED
 from torch import nn
 
 import offload
+from offload import _core
+from offload.control.limits import LIMITS
+from offload.control.promise import SlowdownPromise
 from offload.control.step_cost import StepCost
 from offload.plan import InfeasibleLimitError
 
@@ -100,3 +105,25 @@ def test_the_slowdown_is_measured_beside_reference_steps(monkeypatch):
     assert len(costs) >= 6
     # The CPU time of the thread in which backward ends says nothing of an accelerator's step.
     assert all(cost.own_step == cost.step > 0 for cost in costs)
+
+
+def test_pinned_memory_that_only_the_search_needed_is_returned(monkeypatch):
+    make = _core.SwapStore.slab
+    monkeypatch.setattr(_core.SwapStore, "slab", lambda *args, **named: make(*args, **{**named, "slab_bytes": MIB}))
+    monkeypatch.setattr("offload.handle.LIMITS", replace(LIMITS, spare_pinned_bytes=0, replans=0))
+    held = []
+    release = SlowdownPromise.release_pinned
+
+    def noted(self):
+        held.append(self._engine.store.stats()["pool_held_bytes"])
+        release(self)
+        held.append(self._engine.store.stats()["pool_held_bytes"])
+
+    monkeypatch.setattr(SlowdownPromise, "release_pinned", noted)
+    expected, plain_peak, _ = train({}, 12)
+    results, _, handle = train({"memory_limit": int(0.9 * plain_peak), "min_tensor_bytes": "64KiB"}, 12)
+    assert all(map(torch.equal, results, expected))
+    before, after = held[:2]
+    assert after < before
+    assert held[-1] < before
+    assert handle.report().to_dict()["host_bytes_held"] < before

@@ -1,7 +1,7 @@
 """The automatic mode: profiles each signature's first step and makes a plan; makes another if steps differ from it.
 
-A signature is the shapes and kinds of a step's inputs; `phase.py` defines its phases. At the start of each step the
-session calls `observer`. The step's hooks report to the object that it returns.
+A signature is the shapes and kinds of a step's inputs. Each signature is in one of the phases of `phase.py`. At the
+start of each step the session calls `observer`. The step's hooks report to the object that it returns.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _MORE_HELD = "more memory is in use before the step than the plan assumes"
 class PlanController:
     """Chooses what each step does: profile, try recomputation, follow a plan, or swap every tensor on demand.
 
-    With `n_tensors` and `lb="auto"`, the longest-lived tensors are swapped; the planner chooses when to copy them.
+    With `n_tensors` and ``lb="auto"``, the longest-lived tensors are swapped; the planner chooses when to copy them.
 
     Parameters
     ----------
@@ -57,7 +57,7 @@ class PlanController:
         Measures the speed of copies. Its argument limits the device memory that it uses, in bytes; None: no limit.
         Called after each profiled step until the speed of the engine's own copies is known.
     held
-        Returns the bytes of model, gradients and optimizers on the device before a step.
+        Returns the bytes of model, gradients and optimizers before a step, and how many of them are not on the device.
     make_trial
         Begins a trial step, which runs each recomputation recipe once and checks that its result is bit-identical. If
         no trial can run, returns the reason.
@@ -68,7 +68,7 @@ class PlanController:
     plan_state
         Called for each plan. With ``optimizer_state="auto"`` it chooses which optimizer state leaves memory. If no
         plan keeps the limit, it adds to the error how much memory optimizer state takes, and how much can be freed.
-        None without a memory limit.
+        `plan_state` is None without a memory limit.
     """
 
     def __init__(
@@ -202,7 +202,7 @@ class PlanController:
         return self._record(state, model, held)
 
     def _judge(self, state: SignatureState, planned: PlannedStep, held: HeldBefore) -> None:
-        """Change the phase of a planned signature if a measurement, trial, used memory or first update require it."""
+        """Change the phase if measurements, a trial, memory in use or an optimizer's first update require it."""
         limit_bytes = self._options.memory_limit
         is_outdated = self._promise.is_outdated(planned)
         if state.phase in (Phase.STEADY, Phase.UNHOOKED) and not (planned.executors or is_outdated):  # nothing to read
@@ -227,6 +227,7 @@ class PlanController:
             state.enter(Phase.MEASURING)
         elif planned.is_measured or not self._measures(state, planned):
             without_hooks = not (planned.plan.swaps or planned.plan.recomputes) and limit_bytes is None
+            self._promise.release_pinned()
             state.enter(Phase.UNHOOKED if without_hooks else Phase.STEADY)
 
     def _follow(self, signature: object, state: SignatureState, planned: PlannedStep) -> StepObserver:
@@ -253,9 +254,8 @@ class PlanController:
         return schedule, self._engine, self._counts, "kept by plan", partial(self._forget, signature)
 
     def _measures(self, state: SignatureState, planned: PlannedStep) -> bool:
-        limits = self._limits
-        steady = limits.steady_measured_every if self._on_cpu else limits.device_measured_every
-        every = {Phase.STEADY: steady, Phase.UNHOOKED: limits.recheck_steps}
+        steady = self._limits.steady_measured_every if self._on_cpu else self._limits.device_measured_every
+        every = {Phase.STEADY: steady, Phase.UNHOOKED: self._limits.recheck_steps}
         return planned.steps % every.get(state.phase, 1) == 0
 
     # -- plans --------------------------------------------------------------------------------------------------------
@@ -263,7 +263,7 @@ class PlanController:
     def _plan(self, planned: PlannedStep, held: HeldBytes) -> None:
         limit_bytes = self._options.memory_limit
         if limit_bytes is not None and planned.exceeds(limit_bytes, held):
-            planned.frontier.search_again()
+            planned.search_again()
         planned.held = most(planned.held, held)
         try:
             plan = self._promise.plan(planned)
@@ -275,7 +275,7 @@ class PlanController:
         self._return_blocks()
 
     def _return_blocks(self) -> None:
-        """Make malloc return large blocks at once if memory is limited, unless every plan moves nothing."""
+        """Make malloc return large blocks at once if memory is to be saved, unless every plan moves nothing."""
         plans = [state.planned.plan for state in self._states.values() if state.planned is not None]
         moves = not plans or any(plan is None or plan.swaps or plan.recomputes for plan in plans)
         is_limited = self._options.memory_limit is not None or self._options.least_memory
@@ -355,7 +355,7 @@ class PlanController:
         before = state.planned.incomplete_profiles if state.planned is not None else 0
         incomplete = 0 if profile.knows_temporaries else before + 1
         held = profile.held
-        if self._on_profile is not None:  # `_plan` updates `planned.held`, but only after the listener is called
+        if self._on_profile is not None:  # `tell_profile` reads it below; `_plan` would update it later
             held = most(held, self._held_before(signature))
         planned = PlannedStep(self._limits, profile, link, held, signature, incomplete)
         self._latest = state.planned = planned
@@ -365,7 +365,7 @@ class PlanController:
     # -- queries ------------------------------------------------------------------------------------------------------
 
     def latest(self) -> PlannedStep | None:
-        """Read all complete measurements. Return what `handle.plan` refers to."""
+        """Read all complete measurements. Return the data of the signature that was planned or profiled last."""
         with self._lock:
             self.end_finished_profiles()
             self._read_profiles()

@@ -3,11 +3,11 @@
 `Frontier` stores how long computation takes while no copy runs, and which plans kept the promise.
 
 In a *reference step*, computation stops while a copy runs, so that no copy slows it (`plan/serial.py`); or every tensor
-is kept, if the plan saves little (`SlowdownPromise.reference_schedule`). The durations of its nodes show how long the
-step takes without swapping, on this machine and at this time. From the time of the plan's steps, `judge` subtracts this
-duration, and the recomputation, waits and hooks that the plan predicts. The remainder is taken as the time by which
-copies and, if the plan recomputes, the recording of operators slowed the computation. `learn` derives a cost per moved
-byte from it, which the next plan uses.
+is kept, if the plan saves little (`SlowdownPromise.reference_schedule`). The durations of its nodes (parts of the step,
+`runtime/schedule.py`) show how long the step takes without swapping, on this machine and at this time. From the time of
+the plan's steps, `judge` subtracts this duration, and the recomputation, waits and hooks that the plan predicts. The
+remainder is taken as the time by which copies and, if the plan recomputes, the recording of operators slowed the
+computation. `learn` derives a cost per moved byte from it, which the next plan uses.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class TriedPlan:
 
     @property
     def slowdown_max(self) -> float:
-        """The slowdown plus its margin of error. The plan keeps `max_slowdown` if this is at most as large."""
+        """The slowdown plus its margin of error. The plan keeps `max_slowdown` if this is at most `max_slowdown`."""
         return self.slowdown + self.error
 
     @property
@@ -89,8 +89,8 @@ class Frontier:
         Number of reference steps started for the present plan, counted from its first step or from the last restart of
         its measurement.
     reference_node_seconds
-        Elapsed seconds of each node without swapping, by the reference steps of the plan that was judged last; None
-        before.
+        Elapsed seconds of each node without swapping, by the reference steps of the plan that was judged last. None
+        before the first judgement, and after `start_again`.
     repeats
         How often the steps of the present plan have been measured again.
     tried
@@ -152,8 +152,8 @@ class Frontier:
     def _median_nodes(self, costs: Iterable[StepCost]) -> list[float]:
         """Return the median of each node's seconds.
 
-        Other programs are often busy for less than a step, so they slow only a few nodes of each step. Each node is
-        slowed in few steps: its median is not affected, but the sum over the nodes of each step is.
+        Other programs are often busy for less than a step, so they slow only a few nodes of each step, and each node in
+        few steps. So they do not affect the median of a node, but they lengthen every step.
         """
         return [median(column) for column in zip(*map(self._nodes, costs), strict=True)]
 
@@ -173,14 +173,15 @@ class Frontier:
     def is_broken(self, max_slowdown: float) -> bool:
         """Return whether the plan that the search ended with was too slow beside each of the last reference steps.
 
-        `aim` leaves a margin for noise below `max_slowdown`; the same margin is left above it.
+        Too slow means: by more than (2 − `Limits.aim`) × `max_slowdown`. The search aims at `aim` × `max_slowdown`, so
+        the same margin for noise is left on both sides.
         """
         looks = self.looks
         allowed = (2 - self.limits.aim) * max_slowdown
         return len(looks) == looks.maxlen and all(slowdown > allowed for slowdown in looks)
 
     def start_again(self) -> None:
-        """Search anew. The old measurements no longer hold."""
+        """Search anew, as `search_again` does, and forget how long nodes take without swapping."""
         self.search_again()
         self.reference_node_seconds = None
 
@@ -301,11 +302,11 @@ class Frontier:
         ratios = [self._step(cost) / self._computed(each) for cost, each in pairs if self._computed(each) > 0]
         if len(ratios) < 2:
             return 0.0
-        # The factors are those of a normal distribution: median deviation to standard deviation, and the standard error
-        # of a median to that of a mean.
+        # For a normal distribution, the standard deviation is 1.4826 × the median deviation, and the standard error of
+        # a median is 1.2533 × that of a mean.
         deviation = 1.4826 * median(abs(ratio - median(ratios)) for ratio in ratios)
         error = 1.2533 * deviation / sqrt(len(ratios))
-        few = 1 + 1 / (len(ratios) - 1)  # the deviation of few ratios is underestimated; about Student's t
+        few = 1 + 1 / (len(ratios) - 1)  # as the deviation of few values is underestimated; close to Student's t
         return self.limits.standard_errors * few * error
 
     def may_keep(self, max_slowdown: float, saved_bytes: int) -> bool:

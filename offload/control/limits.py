@@ -84,6 +84,9 @@ class Limits:
         If the plan that the search ends with lowers the peak by less (relative), nothing is swapped instead: without
         hooks a step is as fast as plain torch's, and with them 1 to 3 % slower. If no plan can lower it by so much,
         there is no search.
+    pinned_share, spare_pinned_bytes
+        Once a plan agrees with the measurements, pinned host memory is returned if the store holds over
+        `spare_pinned_bytes` more than `pinned_share` times the most that its steps have needed.
     kept_share, kept_room
         Reference steps keep every tensor if the plan lowers the peak by at most `kept_share` (relative), and if
         `kept_room` times the difference is free for each process of the job on this machine.
@@ -121,6 +124,8 @@ class Limits:
     search_seconds: float = 1.0
     search_effort_min: float = 0.02
     worth_hooks: float = 0.05
+    pinned_share: float = 1.25
+    spare_pinned_bytes: int = 1 << 30
     kept_share: float = 0.15
     kept_room: float = 8.0
 

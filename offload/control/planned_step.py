@@ -55,27 +55,28 @@ class PlannedStep:
     incomplete_profiles
         Number of consecutive profiles, this one included, without the bytes of temporaries; 0 if this one has them.
     steps, plan_steps, replans
-        Number of steps that followed a plan; number of steps that followed the present plan; number of new plans after
-        the first one.
+        Number of steps since the first plan; number of steps that have followed the present plan since its measurement
+        began, without reference steps; number of new plans that measured steps have caused since the search last began.
     frontier
         Reference steps, and the measured slowdown of the plans so far.
     executors
         Executors of steps whose measurements have not been read yet.
     node_seconds, step_seconds, swap_seconds, recompute_seconds
-        Durations in the last measured steps: of each node, of the whole step, of hooks per swapped or dropped tensor,
-        and of recomputation.
+        Durations in the last measured steps: of each node, without what copies are assumed to add; of the whole step;
+        of hooks per swapped or dropped tensor; and of recomputation.
     recompute_factors
-        By tensor id: duration of recomputation in measured steps, divided by its duration in the trial step.
+        By tensor id: duration of recomputation in measured steps, divided by its duration in the trial step. Measured
+        for all tensors of a plan together, so it is the same for all of them.
     costs
         The durations of the last measured steps.
     starts
         When each node of the last measured step began, in seconds after the first node.
     late
-        By tensor id: seconds for which the last measured step waited for the tensor.
+        By tensor id: seconds for which the last measured step waited for a swapped tensor, if over `late_seconds`.
     late_tensors
         Number of tensors that the last measured step waited for, or needed before their prefetch had begun.
     weights
-        Bytes of activations at each node: if every tensor is kept; of those that the plan keeps; as the plan predicts.
+        Three predictions of the bytes of activations at each node (`ActivationBytes`).
     activation_bytes
         Peak bytes of activations in each of the last measured steps.
     refusal
@@ -88,8 +89,8 @@ class PlannedStep:
         Number of optimizers that had made an update when the plan was made, or when `StatePlanner.is_outdated` was last
         called. Used if plans choose which optimizer state is moved.
     trial_bytes
-        Memory limit of the trial step that a listener has requested, in bytes; None if none is requested or it has
-        ended.
+        Memory limit of the trial step that an `on_profile` listener has requested, in bytes; None if none is requested
+        or it has ended.
     """
 
     limits: Limits
@@ -187,6 +188,11 @@ class PlannedStep:
         self.recompute_seconds.clear()
         self.activation_bytes.clear()
         self.late_tensors = 0
+
+    def search_again(self) -> None:
+        """Begin the search for a plan again: more memory is in use, so the plans tried so far do not count."""
+        self.frontier.search_again()
+        self.replans = 0
 
     def measure_again(self) -> None:
         """Discard the measurements of the present plan and measure it again: other programs slowed its steps."""

@@ -24,6 +24,7 @@ from offload.runtime.counters import Counts
 from offload.runtime.engine import Engine
 from offload.runtime.executor import Stopwatch
 from offload.runtime.schedule import Schedule
+from offload.units import format_bytes
 
 __all__ = ["SlowdownPromise"]
 
@@ -89,12 +90,13 @@ class SlowdownPromise:
         """Return the schedule of the reference step that begins.
 
         During a search it keeps every tensor if the plan lowers the peak by at most `kept_share`, no `memory_limit` is
-        given, and enough memory is free. Then it is as fast as without offload, except for its hooks.
+        given, and enough memory is free. Then it is as fast as without offload, except for its hooks. Otherwise
+        computation waits while a copy runs. All reference steps that are compared with one plan follow one schedule.
         """
         plan, limits = planned.plan, self._limits
         assert plan is not None
         if planned.reference is not None and not planned.frontier.is_settled:
-            return planned.reference  # all that one plan is compared with are of one kind
+            return planned.reference
         more_bytes = plan.unswapped_peak_bytes - plan.peak_bytes
         is_small = more_bytes <= limits.kept_share * plan.unswapped_peak_bytes and self._options.memory_limit is None
         keeps_all = is_small and not planned.frontier.is_settled
@@ -105,7 +107,8 @@ class SlowdownPromise:
     def defer_copy_outs(self, stopwatch: Stopwatch) -> None:
         """Defer the copy-outs of a reference step, which `stopwatch` measures.
 
-        All of them begin as soon as the step waits for one of them.
+        Whenever the step waits for one of them, those queued by then begin. Without effect on an accelerator, where
+        copies do not slow the computation.
         """
         self._reference = stopwatch
         stopwatch.defer_copy_outs()
@@ -117,10 +120,11 @@ class SlowdownPromise:
             self._reference = None
 
     def needs_plan(self, planned: PlannedStep) -> bool:
-        """Return whether measured steps differ so much from the plan that a new plan is due.
+        """Return whether measured steps show that a new plan is due.
 
-        If so, logs the reason, and counts the new plan in `planned.replans`. If an ended search starts again, this
-        count is set to 0 instead.
+        With `max_slowdown` they are compared with reference steps, otherwise with the plan. If the search for a plan
+        ends here, the best plan that was tried is followed from now on. If a new plan is due, logs the reason, and
+        counts the new plan in `planned.replans`. If an ended search starts again, this count is set to 0 instead.
         """
         self._copies.read()
         if not planned.is_measured:
@@ -178,13 +182,13 @@ class SlowdownPromise:
         return True
 
     def is_outdated(self, planned: PlannedStep) -> bool:
-        """Return whether an optimizer has made its first update since the plan was made, so that a new plan is due.
+        """Return whether an optimizer made its first update ever after the plan was made, so that a new plan is due.
 
         If so, the search begins again, and a second call returns False.
         """
         if self._plan_state is None or planned.plan is None or not self._plan_state.is_outdated(planned):
             return False
-        planned.frontier.search_again()
+        planned.search_again()
         return True
 
     def plan(self, planned: PlannedStep) -> Plan:
@@ -195,12 +199,26 @@ class SlowdownPromise:
         InfeasibleLimitError
             No plan keeps the memory limit.
         """
+        self._engine.store.restart_high_water()
         try:
             if self._plan_state is not None:
                 return self._plan_state.plan(planned, partial(self._plan, planned))
             return self._plan(planned, planned.trace())
         finally:
             self._release()
+
+    def release_pinned(self) -> None:
+        """Unpin host memory that no step has needed since the planner last ran, if it is over `spare_pinned_bytes`.
+
+        The profiled step needs more than others: it copies out every tensor.
+        """
+        if self._on_cpu:
+            return
+        stats = self._engine.store.stats()
+        keep_bytes = int(self._limits.pinned_share * stats["pool_high_water_bytes"])
+        if stats["pool_held_bytes"] > keep_bytes + self._limits.spare_pinned_bytes:
+            freed_bytes = self._engine.store.trim(keep_bytes)
+            log.info("unpinned %s of host memory", format_bytes(freed_bytes))
 
     def _release(self) -> None:
         """Make malloc return free memory to the system, such as memory that the profile and the search have used."""

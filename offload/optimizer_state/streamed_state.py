@@ -132,7 +132,7 @@ class StreamedState(defaultdict[Any, State]):
             if each is None or not each.is_away:
                 if not is_movable(state[name], self.engine.device, self._min_nbytes):
                     continue
-                # True if another key, an attribute or a variable holds the tensor: there it would read as NaN.
+                # True if another key, an attribute or a variable holds the tensor. It stays: away tensors read as NaN.
                 is_held = sys.getrefcount(state[name]) > _HELD_ONCE + (each is not None) or is_local_held(state[name])
                 if not is_held and not holds_alone(local_of(state[name])):
                     self.engine.drain()  # an unfinished copy-out may still hold the memory
@@ -242,9 +242,9 @@ class StreamedState(defaultdict[Any, State]):
         Parameters
         ----------
         is_snapshot
-            Where the copies of moved tensors are. If False, in the device's memory. If True, they are in host memory on
-            an accelerator (DTensors stay on the device), and in a file on the CPU, with the copies of other tensors
-            that could move; if there can be no file, all copies are in memory.
+            Where the copies of moved tensors are. If False, in the device's memory. If True and the device is an
+            accelerator, in host memory (DTensors: on the device). If True on the CPU, in a file, beside the copies of
+            tensors that could move and are in one place of the state; if there can be no file, all are in memory.
         """
         snapshot = self._snapshot() if is_snapshot and not self.engine.is_accelerator else None
         with closing(snapshot) if snapshot is not None else nullcontext():

@@ -4,7 +4,8 @@ A step is divided into nodes; each but the first begins at a pack or an unpack. 
 for a copy-out) and the prefetches of each node. Packs are numbered from 0; this number is the tensor's pack index.
 
 C++ handles most packs and unpacks without Python, including the copies that are due there. `hooks.py` reports the other
-ones to the executor. If a node begins there, the executor runs the releases and prefetches of this node.
+packs and unpacks to the executor. If a node begins at one of them, the executor runs the releases and prefetches of
+this node.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ class StepObserver(Protocol):
         """Called when autograd saves another view of a storage that is already swapped or dropped."""
 
     def packed(self, pack_index: int) -> None:
-        """Called at the end of this pack hook."""
+        """Called at the end of a pack hook that called `begin`, and after a copy-out that C++ could not start."""
 
     def unpacking(self, pack_index: int) -> None:
         """Called when backward asks for the tensor of this pack."""

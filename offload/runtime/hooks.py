@@ -69,7 +69,7 @@ class Policy(Protocol):
         """
 
     def asks_modules(self) -> bool:
-        """Return whether the running module, too, decides which tensors may be swapped."""
+        """Return whether tensors of some modules may not be swapped, so that hooks must ask which module runs."""
 
     def is_excluded(self) -> bool:
         """Return whether the module that runs in this thread is excluded."""

@@ -62,7 +62,7 @@ class Schedule:
     watched: Mapping[int, int]  # pack index → node, for the packs whose unpack begins a node or uses a moved tensor
     plan: Plan | None = None
     borrowed: bool = False  # from a step with larger inputs
-    is_serial: bool = False  # a reference step: nothing is computed while a copy runs
+    is_serial: bool = False  # of a reference step in which nothing is computed while a copy runs
     recomputed: frozenset[int] = frozenset()  # pack indices of entries that are dropped and recomputed
     recipes: Mapping[int, MeasuredRecipe] = field(default_factory=dict)  # of `recomputed`, as found by the trial
 
@@ -133,7 +133,7 @@ class Schedule:
 
     @property
     def _recorded(self) -> Iterator[int]:
-        """Packs at which the recorder must be suspended or told of the tensor, if it moves."""
+        """Packs that Python handles if their tensor moves: a recipe reads it, or operators are recorded around it."""
         yield from self.sources
         for opens, closes in self.windows:
             yield from range(max(opens, 0), closes + 1)
