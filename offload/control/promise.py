@@ -199,7 +199,8 @@ class SlowdownPromise:
         InfeasibleLimitError
             No plan keeps the memory limit.
         """
-        self._engine.store.restart_high_water()
+        if not self._on_cpu:
+            self._engine.store.restart_high_water()
         try:
             if self._plan_state is not None:
                 return self._plan_state.plan(planned, partial(self._plan, planned))
