@@ -289,7 +289,8 @@ int engine_init(PyObject* self, PyObject* args, PyObject* kwargs) {
     books->record_use = none_as_null(record_use);
     books->new_storage = none_as_null(new_storage);
     books->warn = shared(warn);
-    books->freed = shared(freed);
+    books->freed = Owned(PyWeakref_NewRef(freed, nullptr));  // weak: what it holds refers to the engine
+    if (!books->freed) return;
     as_engine(self)->books = std::move(books);
   });
   return done && !PyErr_Occurred() ? 0 : -1;

@@ -55,7 +55,28 @@ void MarkClock<Mark>::start() {
 }
 
 template <typename Mark>
+void MarkClock<Mark>::begin() {
+  if (!end_) begin_ = now();
+}
+
+template <typename Mark>
+void MarkClock<Mark>::pass_by(int64_t node) {
+  if (!end_) begins(node, now());
+}
+
+template <typename Mark>
+void MarkClock<Mark>::end(int64_t pack_index) {
+  if (!end_) pauses_.push_back({node_, pack_index, begin_, now()});
+}
+
+template <typename Mark>
+void MarkClock<Mark>::finish() {
+  if (!end_) end_ = now();
+}
+
+template <typename Mark>
 void MarkClock<Mark>::begins(int64_t node, const Mark& at) {
+  if (end_) return;
   node_ = node;
   const auto position = static_cast<size_t>(std::max<int64_t>(node, 0));
   if (position >= begins_.size()) begins_.resize(position + 1);

@@ -62,15 +62,16 @@ class NodeClock {
   bool is_listening = false;  // a callback at the end of backward is registered
 };
 
-// Stores marks, which are points in time.
+// Stores marks, which are points in time. After `finish` it records nothing: a second backward over the graph is not part
+// of the step.
 template <typename Mark>
 class MarkClock : public NodeClock {
  public:
-  void begin() override { begin_ = now(); }
+  void begin() override;
   void arrive(int64_t node) override { begins(node, begin_); }
-  void pass_by(int64_t node) override { begins(node, now()); }
-  void end(int64_t pack_index) override { pauses_.push_back({node_, pack_index, begin_, now()}); }
-  void finish() override { end_ = now(); }
+  void pass_by(int64_t node) override;
+  void end(int64_t pack_index) override;
+  void finish() override;
   std::optional<StepTimes> measure(size_t node_count) override;
 
  protected:

@@ -143,8 +143,10 @@ PyObject* unpack(SwapHooks& hooks, PyObject* view, int64_t pack_index, PyObject*
   // Before a swap-in: autograd nodes that have run have freed memory. If they held recomputed tensors, Python handles
   // this unpack, and frees their memory first.
   if (!collect(*hooks.books)) return nullptr;
-  const Py_ssize_t freed = OFFLOAD_BROKEN("recomputed tensors are freed") ? 0 : PyObject_Size(hooks.books->freed.get());
-  if (freed != 0) return nullptr;
+  const Owned freed(PyObject_CallNoArgs(hooks.books->freed.get()));
+  if (!freed) return nullptr;
+  const Py_ssize_t count = freed.get() == Py_None ? 0 : PyObject_Size(freed.get());
+  if (count != 0 && !OFFLOAD_BROKEN("recomputed tensors are freed")) return nullptr;
   const PackRow* const found = cursor.find(pack_index);
   if (found == nullptr || !found->is_swapped || found->watched < cursor.node) return nullptr;
   if (cursor.clock() != nullptr && !cursor.clock()->is_listening) return nullptr;

@@ -385,6 +385,16 @@ def test_a_search_that_starts_again_forgets_how_long_nodes_took(is_guarded, monk
     assert (first.compute_seconds > 1.5 * plant.compute_seconds) == is_guarded
 
 
+def test_a_device_that_is_behind_is_not_measured():
+    """Another measured step would push out one that has not been read."""
+    plant, profiled, calibrated = machine(0)
+    planned, _ = machines.run(plant, profiled, calibrated, 3, max_slowdown=0.05)
+    planned.executors.clear()
+    assert not planned.is_behind
+    planned.executors.extend(object() for _ in range(planned.executors.maxlen))
+    assert planned.is_behind
+
+
 def test_a_search_that_begins_again_may_plan_as_often_as_the_first():
     plant, profiled, calibrated = machine(0)
     planned, _ = machines.run(plant, profiled, calibrated, STEPS, max_slowdown=0.05)

@@ -50,6 +50,7 @@ def train(
     frozen: bool = False,
     autocast: torch.dtype | None = None,
     scaled: bool = False,
+    backwards: int = 1,
     compiled: str = "",
     check: Callable[[Any], None] = lambda handle: None,
 ) -> list[Tensor]:
@@ -71,6 +72,8 @@ def train(
         x = torch.randn((ROWS, WIDTH), generator=torch.Generator().manual_seed(step)).to(KIND)
         with torch.autocast(KIND, autocast, enabled=autocast is not None):
             loss = model(x).float().square().mean()
+        for more in range(backwards - 1, 0, -1):
+            loss.backward(retain_graph=bool(more))
         if scaler is None:
             loss.backward()
             optimizer.step()
@@ -138,8 +141,10 @@ def test_what_moves_comes_back(name: str) -> None:
 
 
 @pytest.mark.parametrize("wish", [{}, {"memory_limit": 0.5}, {"recompute": False}], ids=str)
-def test_plans(wish: dict[str, Any]) -> None:
-    assert_same(train(wish, steps=10, check=swapped), train(None, steps=10))
+@pytest.mark.parametrize("backwards", [1, 2])
+def test_plans(wish: dict[str, Any], backwards: int) -> None:
+    how: dict[str, Any] = {"steps": 10, "backwards": backwards}
+    assert_same(train(wish, check=swapped, **how), train(None, **how))
 
 
 ONLY_CUDA = pytest.mark.skipif(is_simulated, reason="needs CUDA's own: fused kernels, GradScaler, Triton or NCCL")

@@ -236,7 +236,7 @@ class PlanController:
         is_reference = self._promise.begin_reference(planned, self._counts)
         self._counts.settled_steps += not is_reference and state.phase in (Phase.STEADY, Phase.UNHOOKED)
         about = self._about(signature, self._promise.reference_schedule(planned) if is_reference else planned.schedule)
-        if not is_reference and not self._measures(state, planned):
+        if not is_reference and (planned.is_behind or not self._measures(state, planned)):
             self._counts.unmeasured_steps += 1
             return self.running.follows(ScheduleExecutor(*about), planned.plan)
         assert planned.weights is not None

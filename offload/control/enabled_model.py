@@ -366,8 +366,8 @@ class HookedForward(HookContext):
 
     def __enter__(self) -> StepHooks:  # type: ignore[override]
         enabled = self._enabled
-        self._here.begin_step()
         enabled.fallbacks.step_begins()
+        self._here.begin_step()
         try:
             enabled._local.hooks = self._hooks.hooks = weakref.ref(self)
             check_hooks()

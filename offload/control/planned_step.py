@@ -143,6 +143,11 @@ class PlannedStep:
         """Bytes of gradients in memory during the update."""
         return max(self.held.gradients, self.profile.made_gradient_bytes)
 
+    @property
+    def is_behind(self) -> bool:
+        """Whether the device has yet to run all measured steps that are remembered: another one would push one out."""
+        return len(self.executors) == self.executors.maxlen
+
     def trace(self, away_bytes: int | None = None) -> Trace:
         """Return the profile's trace, updated with the present memory use, measured durations and tested recipes.
 

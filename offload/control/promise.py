@@ -145,7 +145,7 @@ class SlowdownPromise:
         return bool(reasons)
 
     def _wants_reference(self, planned: PlannedStep) -> bool:
-        if not self.applies(planned):
+        if not self.applies(planned) or planned.is_behind:
             return False
         if planned.frontier.is_settled:
             return planned.steps % self._limits.recheck_steps == 0

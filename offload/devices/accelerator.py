@@ -95,6 +95,15 @@ class Accelerator:
         free, total = self.module.mem_get_info(self.torch_device)
         return int(free), int(total)
 
+    def free_bytes(self) -> int:
+        """Return how many bytes torch's allocator can still reserve, within the fraction that this process may use."""
+        free, total = self.memory_info()
+        fraction_of = getattr(self.module, "get_per_process_memory_fraction", None)
+        if fraction_of is None:
+            return free
+        reserved = int(self.memory_stats().get("reserved_bytes.all.current", 0))
+        return min(free, int(fraction_of(self.torch_device) * total) - reserved)
+
     def memory_stats(self) -> dict[str, Any]:
         """Return the statistics of torch's allocator as a flat dict."""
         return dict(self.module.memory_stats(self.torch_device))

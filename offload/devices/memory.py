@@ -243,9 +243,9 @@ def _gpu_processes(device: Accelerator) -> Iterator[Process]:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Return the free memory of a device in bytes; on the CPU, `free_host_bytes`."""
+    """Return how many bytes of a device torch's allocator can still reserve; on the CPU, `free_host_bytes`."""
     found = device_of(device)
-    return found.memory_info()[0] if isinstance(found, Accelerator) else free_host_bytes()
+    return found.free_bytes() if isinstance(found, Accelerator) else free_host_bytes()
 
 
 def free_host_bytes() -> int:

@@ -1,8 +1,10 @@
 """Lets `load_state_dict` convert the state of a checkpoint one parameter after the other.
 
-Torch converts every tensor to the device and dtype of its parameter before a hook may move any of them. So a hook
-before it replaces the tensors that would be copied by *unconverted* ones, which torch leaves as they are. Each of them
-is converted when its parameter's state is about to leave memory or to be used.
+Torch converts every tensor to the device and dtype of its parameter before a hook may move any of them. A pre-hook
+therefore wraps the tensors that would be copied, so that torch does not convert them. Each is converted when its
+parameter's state is about to leave memory or to be used.
+
+Other hooks of `load_state_dict` that run in between see these tensors with the checkpoint's device and dtype.
 """
 
 from __future__ import annotations
@@ -14,15 +16,20 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from offload.runtime.engine import has_storage
+from offload.torch_compat.optimizers import is_called_by_load_state_dict
+
 __all__ = ["convert", "defer"]
 
 
 class _Unconverted(Tensor):
-    """A tensor of a checkpoint, which shares its memory. `to` returns it as it is."""
+    """A tensor of a checkpoint, which shares its memory. When torch converts loaded state, `to` returns it as it is."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # results are plain tensors
 
     def to(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Do nothing."""
-        return self
+        """Convert the tensor, unless `Optimizer.load_state_dict` is the caller."""
+        return self if is_called_by_load_state_dict() else self.as_subclass(Tensor).to(*args, **kwargs)
 
 
 class _Mover(Protocol):
@@ -60,7 +67,12 @@ def defer(mover: _Mover, min_nbytes: int, optimizer: Optimizer, state_dict: dict
 
 
 def _deferred(param: Tensor, name: Any, value: Any, min_nbytes: int) -> Any:
-    if type(value) is not Tensor or type(param) not in (Tensor, torch.nn.Parameter) or name == "step":
+    if (
+        type(value) is not Tensor
+        or not has_storage(value)
+        or type(param) not in (Tensor, torch.nn.Parameter)
+        or name == "step"
+    ):
         return value
     is_as_torch_wants = value.device == param.device and value.dtype == _dtype(param, value)
     return value if value.nbytes < min_nbytes or is_as_torch_wants else value.as_subclass(_Unconverted)

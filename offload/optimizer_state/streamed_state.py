@@ -258,12 +258,10 @@ class StreamedState(defaultdict[Any, State]):
         copies: dict[int, Tensor] = {}  # a tensor in several places becomes one copy in these places
         once = self._movable_once() if snapshot is not None else ()
         for key, state in dict.items(self):
-            if not isinstance(state, dict):
-                result[key] = state
-                continue
+            convert(key, state)
+            result[key] = {} if isinstance(state, dict) else state
             known = {id(each.tensor): each for each in self.tensors.get(key, ())}
-            result[key] = {}
-            for name, value in state.items():
+            for name, value in state.items() if isinstance(state, dict) else ():
                 each = known.get(id(value))
                 if each is not None:
                     value = self._read(key, each, each.copy)

@@ -182,12 +182,16 @@ class Stopwatch:
         """If a backward pass is running, register a callback at its end, which records the time. Does so only once."""
         if not self.clock.is_listening and current_node() is not None:
             self.clock.is_listening = True
-            if isinstance(self.clock, DeviceClock):
-                self.clock.move_to(self._engine.current_stream())
+            self._follow_stream()
             # Does not keep this object alive: a thread of torch may hold the callback briefly after backward returns.
             call_at_end_of_backward(weak_callback(self._finish))
 
+    def _follow_stream(self) -> None:
+        if isinstance(self.clock, DeviceClock):
+            self.clock.move_to(self._engine.current_stream())
+
     def _finish(self) -> None:
+        self._follow_stream()  # torch has made the caller's stream wait for those of backward
         self.clock.finish()
         self.finished = True
         self.end_deferral()

@@ -37,6 +37,7 @@ _holders: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", 
 # Code of the function that runs the step hooks; torch wraps the step of each class in such a function.
 _HOOKED = Optimizer.profile_hook_step(lambda self: None).__code__
 _STATE_DICT = inspect.unwrap(Optimizer.state_dict).__code__
+_CONVERT = Optimizer._process_value_according_to_param_policy.__code__  # of the values that are loaded
 
 
 def step_behind_hooks(optimizer: Optimizer) -> Callable[..., Any]:
@@ -101,6 +102,11 @@ def _nested(codes: Sequence[object]) -> Iterator[CodeType]:
 def is_called_by_state_dict() -> bool:
     """Return whether `Optimizer.state_dict` itself, not one of its hooks, has called the caller of this function."""
     return sys._getframe(2).f_code is _STATE_DICT
+
+
+def is_called_by_load_state_dict() -> bool:
+    """Return whether the caller of this function is called where `Optimizer.load_state_dict` converts loaded state."""
+    return sys._getframe(2).f_code is _CONVERT
 
 
 def runs_foreach(params: Sequence[Tensor], *, differentiable: bool) -> bool:

@@ -1,7 +1,9 @@
 """Tensors that are swapped in a step that recomputes others: no Python code runs for them, except around recipes."""
 
+import gc
 import sys
 import threading
+import weakref
 from pathlib import Path
 
 import torch
@@ -95,3 +97,15 @@ def test_the_same_bits(tmp_path):
         assert all(map(torch.equal, found, plain))
         assert handle._counts.recomputed.tensors > 0
         handle.disable()
+
+
+def test_a_graph_that_outlives_the_session_keeps_no_engine(tmp_path):
+    model, handle = enabled(tmp_path, 8, 3)
+    x = torch.linspace(-1, 1, NUMEL).requires_grad_()
+    loss = model(x).sum()
+    engine = weakref.ref(handle._engine)
+    assert handle._engine._dropped_handles
+    handle.disable()
+    del loss, x, handle
+    gc.collect()
+    assert engine() is None

@@ -10,6 +10,8 @@ from torch.utils.checkpoint import checkpoint
 from twin import sim
 
 import offload
+from offload import _core
+from offload.runtime.engine import Engine
 
 MIB = 1 << 20
 WIDTH, ROWS, LAYERS = 64, 32, 6
@@ -81,6 +83,62 @@ def test_planned(wish):
     assert_same(train(options, steps=6), train(steps=6))
 
 
+def retained(model, x):
+    loss = model(x).square().mean()
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+def doubly(model, x):
+    loss = model(x).tanh().mean()
+    gradients = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+    sum(each.square().sum() for each in gradients).backward()
+
+
+@pytest.mark.parametrize("wish", [{"memory_limit": 0.99}, {"max_slowdown": 1.0}])
+@pytest.mark.parametrize("step_of", [retained, doubly])
+def test_planned_steps_with_two_backwards(step_of, wish):
+    """The next step begins while the device runs the second."""
+    options = {"min_tensor_bytes": 1, **wish}
+    sim.schedule(0, 2000)
+    assert_same(train(options, step_of=step_of, steps=10, rows=256), train(step_of=step_of, steps=10, rows=256))
+
+
+def test_the_end_of_a_step_is_recorded_on_the_callers_stream(monkeypatch):
+    """Where backward has begun on another."""
+    moved = []
+
+    class Clock(_core.DeviceClock):
+        def move_to(self, stream):
+            moved.append(stream)
+            super().move_to(stream)
+
+    monkeypatch.setattr(Engine, "start_clock", lambda engine: Clock(engine._events, engine.current_stream()))
+    side = torch.sim.Stream()
+
+    class Beside(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.main, self.beside = mlp(), mlp()
+
+        def forward(self, x):
+            y, main = self.main(x).square().mean(), torch.sim.current_stream()
+            side.wait_stream(main)
+            with torch.sim.stream(side):
+                z = self.beside(x).square().mean()
+            main.wait_stream(side)
+            return y + z
+
+    model = Beside().to("sim")
+    with offload.enable(model, **BY_HAND[0]):
+        for step in range(3):
+            model(batch(step)).backward()
+        torch.sim.synchronize()
+    assert len(moved) >= 4
+    assert set(moved[::2]) == {side.native_handle}
+    assert set(moved[1::2]) == {torch.sim.current_stream().native_handle or 0}
+
+
 def test_blocks_of_several_slices_and_a_disk_behind_the_slabs(tmp_path):
     options = {"n_tensors": -1, "lb": 2, "min_tensor_bytes": 1, "host_limit": "8MiB", "spill_dir": str(tmp_path)}
 
@@ -101,18 +159,6 @@ def checkpointed(model, x):
     model[4].forward = lambda y: checkpoint(inner, y, use_reentrant=False)
     plain_step(model, x)
     del model[4].forward
-
-
-def retained(model, x):
-    loss = model(x).square().mean()
-    loss.backward(retain_graph=True)
-    loss.backward()
-
-
-def doubly(model, x):
-    loss = model(x).tanh().mean()
-    gradients = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
-    sum(each.square().sum() for each in gradients).backward()
 
 
 def two_forwards(model, x):

@@ -1,0 +1,90 @@
+"""State that `load_state_dict` has to convert: other hooks, sparse state, failures."""
+
+import copy
+import io
+
+import pytest
+import torch
+from optimizer_state.state_rig import assert_equal
+from torch import nn
+
+import offload
+from offload.optimizer_state import streamed_state
+
+KNOBS = {"n_tensors": 0, "optimizer_state": True, "min_tensor_bytes": 1024}
+
+
+def trained(is_offloaded, tmp_path):
+    """A model and its optimizer after a step, and a checkpoint whose state is in bfloat16."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    optimizer = torch.optim.AdamW(model.parameters())
+    if is_offloaded:
+        offload.enable(model, optimizer=optimizer, spill_dir=tmp_path, **KNOBS)
+    model(torch.ones(4, 64)).square().mean().backward()
+    optimizer.step()
+    checkpoint = copy.deepcopy(optimizer.state_dict())
+    for state in checkpoint["state"].values():
+        for name in ("exp_avg", "exp_avg_sq"):
+            state[name] = state[name].to(torch.bfloat16)
+    return optimizer, checkpoint
+
+
+@pytest.mark.parametrize("is_offloaded", [False, True])
+def test_a_later_hook_may_compute_with_the_state(is_offloaded, tmp_path):
+    optimizer, checkpoint = trained(is_offloaded, tmp_path)
+    untouched = copy.deepcopy(checkpoint["state"])
+
+    def third(_, loaded):
+        state = {}
+        for key, values in loaded["state"].items():
+            lighter = values["exp_avg"].to(torch.float32).div_(3)
+            assert type(lighter) is type(values["exp_avg_sq"] * 2) is torch.Tensor
+            state[key] = {**values, "exp_avg": lighter}
+        return {**loaded, "state": state}
+
+    optimizer.register_load_state_dict_pre_hook(third)
+    optimizer.load_state_dict(checkpoint)
+    assert_equal(checkpoint["state"], untouched)
+    for key, state in optimizer.state_dict()["state"].items():
+        assert torch.equal(state["exp_avg"], untouched[key]["exp_avg"].float() / 3)
+        assert torch.equal(state["exp_avg_sq"], untouched[key]["exp_avg_sq"].float())
+
+
+def test_sparse_state_is_loaded_as_without(tmp_path):
+    model = nn.Sequential(nn.Embedding(500, 64, sparse=True), nn.Linear(64, 64))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    with offload.enable(model, optimizer=optimizer, spill_dir=tmp_path, **KNOBS):
+        model(torch.randint(0, 500, (300,))).square().mean().backward()
+        optimizer.step()
+        checkpoint = copy.deepcopy(optimizer.state_dict())
+        assert checkpoint["state"][0]["momentum_buffer"].is_sparse
+        checkpoint["state"][0]["momentum_buffer"] = checkpoint["state"][0]["momentum_buffer"].double()
+        optimizer.load_state_dict(checkpoint)
+        buffer = optimizer.state_dict()["state"][0]["momentum_buffer"]
+        assert torch.equal(buffer.to_dense(), checkpoint["state"][0]["momentum_buffer"].to_dense().float())
+
+
+@pytest.mark.parametrize("is_offloaded", [False, True])
+def test_after_a_conversion_that_failed_state_can_be_saved(is_offloaded, tmp_path, monkeypatch):
+    optimizer, checkpoint = trained(is_offloaded, tmp_path)
+    convert, calls = streamed_state.convert, []
+
+    def failing(key, state):
+        calls.append(key)
+        if len(calls) == 2:
+            raise torch.OutOfMemoryError("the device is full")
+        convert(key, state)
+
+    monkeypatch.setattr(streamed_state, "convert", failing)
+    if is_offloaded:
+        with pytest.raises(torch.OutOfMemoryError):
+            optimizer.load_state_dict(checkpoint)
+    else:
+        optimizer.load_state_dict(checkpoint)
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    file.seek(0)
+    loaded = torch.load(file)["state"]
+    for key, state in checkpoint["state"].items():
+        assert torch.equal(loaded[key]["exp_avg"], state["exp_avg"].float())
