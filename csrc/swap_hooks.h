@@ -1,8 +1,9 @@
 // Pack and unpack of tensors that a schedule swaps, without Python code, if the step does the same as the recorded one.
 //
 // On the data path: hook_core.cpp calls these functions before it calls Python. In all other cases (another size than
-// recorded, another kind of tensor or device, recorded operators) they change nothing and return null, and runtime/hooks.py,
-// which handles every case, does the same work. An error of a copy is passed to Python. Callers hold the GIL.
+// recorded, another kind of tensor or device, a pack while operators are recorded) they change nothing and return null,
+// and runtime/hooks.py, which handles every case, does the same work. An error of a copy is passed to Python. Callers
+// hold the GIL.
 #pragma once
 
 #include <memory>

@@ -47,7 +47,7 @@ class Limits:
         plans. Three of each kind are the least for a plan: then the first plan and `replans` others can be judged.
     steady_measured_every, device_measured_every
         One step in this many is measured once the plan agrees with the measurements: on the CPU; and on an accelerator,
-        where each measurement records an event.
+        where a measured step records an event for each node and two for each hook that swaps.
     manual_measured_steps
         Number of steps that are measured in the manual mode; after them one in `recheck_steps` is measured.
     tolerance

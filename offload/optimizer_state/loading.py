@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from offload.runtime.engine import has_storage
 from offload.torch_compat.optimizers import is_called_by_load_state_dict
+from offload.torch_compat.tensors import no_torch_function
 
 __all__ = ["convert", "defer"]
 
@@ -25,7 +26,7 @@ __all__ = ["convert", "defer"]
 class _Unconverted(Tensor):
     """A tensor of a checkpoint, which shares its memory. When torch converts loaded state, `to` returns it as it is."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # results are plain tensors
+    __torch_function__ = no_torch_function  # results of operators are ordinary tensors
 
     def to(self, *args: Any, **kwargs: Any) -> Tensor:
         """Convert the tensor, unless `Optimizer.load_state_dict` is the caller."""
