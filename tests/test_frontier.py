@@ -3,6 +3,7 @@
 import random
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 from functools import partial
 from pathlib import Path
 
@@ -391,8 +392,11 @@ def test_a_device_that_is_behind_is_not_measured():
     planned, _ = machines.run(plant, profiled, calibrated, 3, max_slowdown=0.05)
     planned.executors.clear()
     assert not planned.is_behind
-    planned.executors.extend(object() for _ in range(planned.executors.maxlen))
+    ended, abandoned = (SimpleNamespace(stopwatch=SimpleNamespace(finished=each)) for each in (True, False))
+    planned.executors.extend([ended] * planned.executors.maxlen)
     assert planned.is_behind
+    planned.executors.append(abandoned)  # without a backward pass: it would never be read
+    assert not planned.is_behind
 
 
 def test_a_search_that_begins_again_may_plan_as_often_as_the_first():

@@ -145,8 +145,13 @@ class PlannedStep:
 
     @property
     def is_behind(self) -> bool:
-        """Whether the device has yet to run all measured steps that are remembered: another one would push one out."""
-        return len(self.executors) == self.executors.maxlen
+        """Whether the device has yet to run all measured steps that are remembered: another one would push one out.
+
+        Steps without a backward pass, which are never read, do not count.
+        """
+        if len(self.executors) < (self.executors.maxlen or 0):
+            return False
+        return all(each.stopwatch is not None and each.stopwatch.finished for each in self.executors)
 
     def trace(self, away_bytes: int | None = None) -> Trace:
         """Return the profile's trace, updated with the present memory use, measured durations and tested recipes.
