@@ -3,9 +3,9 @@
 import random
 import sys
 from dataclasses import replace
-from types import SimpleNamespace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import plant as machines
 import pytest
