@@ -156,11 +156,12 @@ void register_store(py::module_& module) {
       // A forked child may have inherited a locked mutex: it gets an error before it could wait for one.
       .def(
           "trim",
-          [](SwapStore& store, size_t keep_bytes) {
+          [](SwapStore& store) {
             store.require_same_process();
-            return store.trim(keep_bytes);
+            return store.trim();
           },
-          py::arg("keep_bytes") = 0, ReleaseGil())
+          ReleaseGil())
+      .def("trim_pool", &SwapStore::trim_pool, py::arg("keep_bytes"), ReleaseGil())
       .def("restart_high_water", &SwapStore::restart_high_water, ReleaseGil())
       .def("stats",
            [](SwapStore& store) {

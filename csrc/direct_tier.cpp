@@ -242,7 +242,7 @@ void DirectStore::quiesce() {
   lanes_->stream_synchronize(in_lane_);
 }
 
-size_t DirectStore::trim(size_t /*keep_bytes*/) {
+size_t DirectStore::trim() {
   require_same_process();
   return file_.trim();
 }

@@ -50,7 +50,7 @@ class DirectStore final : public SwapStore {
   void settle(const SlotRef& slot) override;
   void release(const SlotRef& slot) override;
   void quiesce() override;
-  size_t trim(size_t keep_bytes) override;
+  size_t trim() override;
   StoreStats stats() override;
   bool only_queues() const override { return true; }
   size_t alignment_bytes() const override { return file_.alignment_bytes(); }

@@ -144,7 +144,7 @@ void register_step(py::module_& module) {
              return std::make_shared<DeviceClock>(std::move(events), reinterpret_cast<Stream>(stream));
            }),
            py::arg("events"), py::arg("stream"))
-      .def("move_to", [](DeviceClock& clock, uintptr_t stream) { clock.stream = reinterpret_cast<Stream>(stream); });
+      .def("move_to", [](DeviceClock& clock, uintptr_t stream) { clock.move_to(reinterpret_cast<Stream>(stream)); });
   py::class_<NodeBytes, std::shared_ptr<NodeBytes>>(module, "NodeBytes").def(py::init<std::vector<int64_t>>());
   py::class_<ActivationMeter, std::shared_ptr<ActivationMeter>>(module, "ActivationMeter")
       .def(py::init([](std::shared_ptr<NodeBytes> bytes, py::handle resident, py::handle steps, bool is_on) {

@@ -55,37 +55,31 @@ void MarkClock<Mark>::start() {
 }
 
 template <typename Mark>
-void MarkClock<Mark>::begin() {
-  if (!end_) begin_ = now();
-}
-
-template <typename Mark>
-void MarkClock<Mark>::pass_by(int64_t node) {
-  if (!end_) begins(node, now());
-}
-
-template <typename Mark>
 void MarkClock<Mark>::end(int64_t pack_index) {
-  if (!end_) pauses_.push_back({node_, pack_index, begin_, now()});
+  if (!repeats()) pauses_.push_back({node_, pack_index, begin_, mark()});
 }
 
 template <typename Mark>
-void MarkClock<Mark>::finish() {
-  if (!end_) end_ = now();
+bool MarkClock<Mark>::finish() {
+  if (end_ && !has_begun_) return false;
+  end_ = mark();
+  has_begun_ = false;
+  return true;
 }
 
 template <typename Mark>
 void MarkClock<Mark>::begins(int64_t node, const Mark& at) {
-  if (end_) return;
-  node_ = node;
   const auto position = static_cast<size_t>(std::max<int64_t>(node, 0));
   if (position >= begins_.size()) begins_.resize(position + 1);
-  if (!begins_[position]) begins_[position] = at;
+  node_ = begins_[position] ? -1 : node;
+  if (repeats()) return;
+  begins_[position] = at;
+  has_begun_ = true;
 }
 
 template <typename Mark>
 std::optional<StepTimes> MarkClock<Mark>::measure(size_t node_count) {
-  if (!end_ || !is_reached(*end_)) return std::nullopt;
+  if (!end_ || !is_reached(*end_) || !is_reached(last_) || !has_left_streams()) return std::nullopt;
   const Mark& first = *begins_.front();
   NodeTimes nodes;
   for (size_t node = 0; node < begins_.size(); ++node)
@@ -109,7 +103,7 @@ void HostClock::begin() {
 
 void HostClock::end(int64_t pack_index) {
   MarkClock::end(pack_index);
-  if (busy_ >= 0) {
+  if (busy_ >= 0 && !repeats()) {
     const double share = hooks_ < kHooksTimed ? 1.0 : static_cast<double>(kTimedEvery);
     hook_seconds_ += share * (read(CLOCK_THREAD_CPUTIME_ID) - busy_);
   }

@@ -4,6 +4,7 @@
 // Not thread safe: callers hold the GIL.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <map>
@@ -52,8 +53,8 @@ class NodeClock {
   virtual void pass_by(int64_t node) = 0;
   // Records the end of the hook that began last. `pack_index`: pack of the tensor for which backward waited; -1: none.
   virtual void end(int64_t pack_index) = 0;
-  // Records the end of the step.
-  virtual void finish() = 0;
+  // Records the end of the step. Returns false, with nothing recorded, if no node has begun since the last call.
+  virtual bool finish() = 0;
   // Returns the times of a step of `node_count` nodes; nothing before its end.
   virtual std::optional<StepTimes> measure(size_t node_count) = 0;
   // Returns the CPU time of all hooks, estimated from those that were measured; 0 on a device.
@@ -62,16 +63,18 @@ class NodeClock {
   bool is_listening = false;  // a callback at the end of backward is registered
 };
 
-// Stores marks, which are points in time. After `finish` it records nothing: a second backward over the graph is not part
-// of the step.
+// Stores marks, which are points in time.
+//
+// A step may have several backward passes, and `finish` is called at the end of each. If nodes begin for the first time
+// in one, such as of a second loss, the step ends with it. A pass over nodes that have begun before is not measured.
 template <typename Mark>
 class MarkClock : public NodeClock {
  public:
-  void begin() override;
+  void begin() override { begin_ = mark(); }
   void arrive(int64_t node) override { begins(node, begin_); }
-  void pass_by(int64_t node) override;
+  void pass_by(int64_t node) override { begins(node, mark()); }
   void end(int64_t pack_index) override;
-  void finish() override;
+  bool finish() override;
   std::optional<StepTimes> measure(size_t node_count) override;
 
  protected:
@@ -80,6 +83,10 @@ class MarkClock : public NodeClock {
   virtual Mark now() = 0;
   virtual bool is_reached(const Mark& mark) = 0;
   virtual double seconds(const Mark& from, const Mark& to) = 0;
+  // Whether marks on streams that are no longer used are reached.
+  virtual bool has_left_streams() { return true; }
+  // Whether the present node has been measured before.
+  bool repeats() const { return node_ < 0; }
 
  private:
   struct Hook {
@@ -88,13 +95,15 @@ class MarkClock : public NodeClock {
     Mark begin, end;
   };
 
+  Mark mark() { return last_ = now(); }
   void begins(int64_t node, const Mark& at);
 
   std::vector<std::optional<Mark>> begins_;  // by node
   std::vector<Hook> pauses_;
   std::optional<Mark> end_;
-  Mark begin_{};
-  int64_t node_ = 0;
+  Mark begin_{}, last_{};
+  int64_t node_ = 0;        // −1: it began in an earlier backward pass
+  bool has_begun_ = false;  // a node has begun since `finish`
 };
 
 // Reads the clock of Python's time.perf_counter.
@@ -118,19 +127,28 @@ class HostClock final : public MarkClock<double> {
 // Records events on a compute stream, so it measures when the device reaches a node, a hook's begin and its end.
 class DeviceClock final : public MarkClock<EventRef> {
  public:
-  DeviceClock(std::shared_ptr<EventPool> events, Stream forward) : stream(forward), events_(std::move(events)) {
+  DeviceClock(std::shared_ptr<EventPool> events, Stream forward) : stream_(forward), events_(std::move(events)) {
     start();
   }
 
-  Stream stream;  // the stream of forward, later of backward
+  // Records on another stream from now on.
+  void move_to(Stream stream) {
+    if (stream != stream_) left_.push_back(events_->record(stream_));
+    stream_ = stream;
+  }
 
  private:
-  EventRef now() override { return events_->record(stream); }
+  EventRef now() override { return events_->record(stream_); }
+  bool has_left_streams() override {
+    return std::all_of(left_.begin(), left_.end(), [this](const EventRef& mark) { return is_reached(mark); });
+  }
   bool is_reached(const EventRef& mark) override { return events_->driver().event_done(mark.get()); }
   double seconds(const EventRef& from, const EventRef& to) override {
     return 1e-3 * events_->driver().event_elapsed_ms(from.get(), to.get());
   }
 
+  Stream stream_;
+  std::vector<EventRef> left_;  // the last mark on each stream that it has left
   const std::shared_ptr<EventPool> events_;
 };
 

@@ -162,10 +162,16 @@ void SlabStore::quiesce() {
   for (const OwnedStream* stream : {&parts_.out_stream, &parts_.in_stream}) device_->stream_synchronize(*stream);
 }
 
-size_t SlabStore::trim(size_t keep_bytes) {
+size_t SlabStore::trim() {
   require_same_process();
   std::lock_guard lock(mutex_);
-  return parts_.pool.trim(keep_bytes) + (parts_.file ? parts_.file->trim() : 0);
+  return parts_.pool.trim(0) + (parts_.file ? parts_.file->trim() : 0);
+}
+
+size_t SlabStore::trim_pool(size_t keep_bytes) {
+  require_same_process();
+  std::lock_guard lock(mutex_);
+  return parts_.pool.trim(keep_bytes);
 }
 
 void SlabStore::restart_high_water() {

@@ -33,7 +33,8 @@ class SlabStore final : public SwapStore {
   void settle(const SlotRef& slot) override;
   void release(const SlotRef& slot) override;
   void quiesce() override;
-  size_t trim(size_t keep_bytes) override;
+  size_t trim() override;
+  size_t trim_pool(size_t keep_bytes) override;
   void restart_high_water() override;
   StoreStats stats() override;
   size_t alignment_bytes() const override { return 1; }

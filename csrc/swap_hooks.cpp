@@ -129,6 +129,13 @@ PyObject* pack(SwapHooks& hooks, PyObject* tensor, Owned owner, const dlpack::Te
 
 // -- unpack -----------------------------------------------------------------------------------------------------------
 
+// Returns how many handles of freed graphs Python has not collected yet; −1: a Python error.
+Py_ssize_t freed_graphs(const Books& books) {
+  const Owned freed(PyObject_CallNoArgs(books.freed.get()));
+  if (!freed) return -1;
+  return freed.get() == Py_None ? 0 : PyObject_Size(freed.get());
+}
+
 // In a measured step: notes a tensor whose copy-in has not begun when backward needs it, and measures activations.
 void note_missed(StepCopies& copies, const PackRow& row, int64_t pack_index, PyObject* storage) {
   if (copies.cursor->meter() == nullptr) return;
@@ -143,10 +150,7 @@ PyObject* unpack(SwapHooks& hooks, PyObject* view, int64_t pack_index, PyObject*
   // Before a swap-in: autograd nodes that have run have freed memory. If they held recomputed tensors, Python handles
   // this unpack, and frees their memory first.
   if (!collect(*hooks.books)) return nullptr;
-  const Owned freed(PyObject_CallNoArgs(hooks.books->freed.get()));
-  if (!freed) return nullptr;
-  const Py_ssize_t count = freed.get() == Py_None ? 0 : PyObject_Size(freed.get());
-  if (count != 0 && !OFFLOAD_BROKEN("recomputed tensors are freed")) return nullptr;
+  if (!OFFLOAD_BROKEN("recomputed tensors are freed") && freed_graphs(*hooks.books) != 0) return nullptr;
   const PackRow* const found = cursor.find(pack_index);
   if (found == nullptr || !found->is_swapped || found->watched < cursor.node) return nullptr;
   if (cursor.clock() != nullptr && !cursor.clock()->is_listening) return nullptr;

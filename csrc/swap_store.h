@@ -180,9 +180,10 @@ class SwapStore : public std::enable_shared_from_this<SwapStore> {
   virtual void defer_copy_outs(bool /*defers*/) {}
   // Cancels queued copy-outs and waits for all other copies; afterwards no copy touches a caller's memory.
   virtual void quiesce() = 0;
-  // Frees empty slabs, as long as the others hold at least `keep_bytes`, and truncates the unused end of the spill file.
-  // Returns the bytes freed.
-  virtual size_t trim(size_t keep_bytes) = 0;
+  // Frees empty slabs and truncates the unused end of the spill file. Returns the bytes freed.
+  virtual size_t trim() = 0;
+  // Frees empty slabs, as long as the others hold at least `keep_bytes`. Returns the bytes freed.
+  virtual size_t trim_pool(size_t /*keep_bytes*/) { return 0; }
   // The pool's high-water mark counts from here on. The direct tier has no pool.
   virtual void restart_high_water() {}
   virtual StoreStats stats() = 0;

@@ -5,9 +5,11 @@ import math
 from dataclasses import replace
 
 import pytest
+import torch
 from planned_rig import LINK, batch, enabled, known_link, make, plain_run, told_blocks, train  # noqa: F401
 from torch import nn
 
+import offload
 from offload.control.limits import LIMITS
 from offload.control.phase import Phase
 from offload.control.planned_step import _with_earlier_prefetches, _without_slowing
@@ -123,3 +125,46 @@ def test_what_somebody_else_holds_is_no_candidate(tmp_path):
         assert not produced_by_input
         del x, y
         optimizer.step()
+
+
+class TwoLosses(nn.Module):
+    """Two halves that share nothing; each has a backward pass of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.halves = nn.ModuleList(nn.Sequential(nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 256)) for _ in "ab")
+
+    def forward(self, x):
+        return [half(x).square().mean() for half in self.halves]
+
+
+def test_every_backward_pass_of_a_step_is_measured(tmp_path):
+    model = TwoLosses()
+    with offload.enable(
+        model, max_slowdown=100.0, min_tensor_bytes=1024, spill_dir=tmp_path, recompute=False
+    ) as handle:
+        for _ in range(4):
+            first, second = model(torch.ones(512, 256))
+            second.backward()
+            first.backward()
+        backward = [node for node in handle.trace().nodes if node.backward]
+        assert len(backward) >= 4
+        assert all(node.seconds > 0 for node in backward)
+
+
+def test_a_second_pass_over_the_same_nodes_is_not_part_of_the_step(tmp_path):
+    """It would make the last node seem as long as the whole pass."""
+    model, optimizer = make()
+    with enabled(model, max_slowdown=100.0, spill_dir=tmp_path, recompute=False) as handle:
+        ends = []
+        for _ in range(5):
+            loss = model(batch(512, 0)[0]).square().mean()
+            loss.backward(retain_graph=True)
+            planned = handle._on_device.controller.main
+            executors = [] if planned is None else [each for each in planned.executors if each.stopwatch.finished]
+            ends.append([each.measured(1).step_seconds for each in executors])
+            loss.backward()
+            again = [each.measured(1).step_seconds for each in executors]
+            assert again == ends[-1]
+            optimizer.zero_grad()
+        assert any(ends)

@@ -244,7 +244,7 @@ class PlanController:
         if is_reference and about[0].is_serial:
             self._promise.defer_copy_outs(stopwatch)
         executor = MeteredExecutor(*about, stopwatch, planned.weights)
-        planned.executors.append(executor)
+        planned.remember(executor)
         return executor if is_reference else self.running.follows(executor, planned.plan)
 
     def _about(

@@ -56,7 +56,7 @@ class PlannedStep:
         Number of consecutive profiles, this one included, without the bytes of temporaries; 0 if this one has them.
     steps, plan_steps, replans
         Number of steps since the first plan; number of steps that have followed the present plan since its measurement
-        began, without reference steps; number of new plans that measured steps have caused since the search last began.
+        began, without reference steps and those while the device was behind; number of new plans that measured steps have caused since the search last began.
     frontier
         Reference steps, and the measured slowdown of the plans so far.
     executors
@@ -149,9 +149,17 @@ class PlannedStep:
 
         Steps without a backward pass, which are never read, do not count.
         """
-        if len(self.executors) < (self.executors.maxlen or 0):
-            return False
-        return all(each.stopwatch is not None and each.stopwatch.finished for each in self.executors)
+        is_full = len(self.executors) == self.executors.maxlen
+        return is_full and all(each.stopwatch is not None and each.stopwatch.finished for each in self.executors)
+
+    def remember(self, executor: MeteredExecutor) -> None:
+        """Keep a step's measurements until they are read; forget those of a step without a backward pass first."""
+        if len(self.executors) == self.executors.maxlen:
+            unread = [each for each in self.executors if each.stopwatch is not None and each.stopwatch.finished]
+            abandoned = next((each for each in self.executors if each not in unread), None)
+            if abandoned is not None:
+                self.executors.remove(abandoned)
+        self.executors.append(executor)
 
     def trace(self, away_bytes: int | None = None) -> Trace:
         """Return the profile's trace, updated with the present memory use, measured durations and tested recipes.
@@ -200,7 +208,7 @@ class PlannedStep:
         self.late_tensors = 0
 
     def search_again(self) -> None:
-        """Begin the search for a plan again: more memory is in use, so the plans tried so far do not count."""
+        """Begin the search for a plan again: the memory in use has changed, so the plans tried so far do not count."""
         self.frontier.search_again()
         self.replans = 0
 

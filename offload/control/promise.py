@@ -83,7 +83,7 @@ class SlowdownPromise:
             planned.frontier.begun += 1
             counts.reference_steps += 1
             return True
-        planned.plan_steps += 1
+        planned.plan_steps += not planned.is_behind  # a step that is not measured has no reference step beside it
         return False
 
     def reference_schedule(self, planned: PlannedStep) -> Schedule:
@@ -218,8 +218,9 @@ class SlowdownPromise:
         stats = self._engine.store.stats()
         keep_bytes = int(self._limits.pinned_share * stats["pool_high_water_bytes"])
         if stats["pool_held_bytes"] > keep_bytes + self._limits.spare_pinned_bytes:
-            freed_bytes = self._engine.store.trim(keep_bytes)
-            log.info("unpinned %s of host memory", format_bytes(freed_bytes))
+            freed_bytes = self._engine.store.trim_pool(keep_bytes)
+            if freed_bytes:
+                log.info("unpinned %s of host memory", format_bytes(freed_bytes))
 
     def _release(self) -> None:
         """Make malloc return free memory to the system, such as memory that the profile and the search have used."""

@@ -102,7 +102,7 @@ class Accelerator:
         if fraction_of is None:
             return free
         reserved = int(self.memory_stats().get("reserved_bytes.all.current", 0))
-        return min(free, int(fraction_of(self.torch_device) * total) - reserved)
+        return max(0, min(free, int(fraction_of(self.torch_device) * total) - reserved))
 
     def memory_stats(self) -> dict[str, Any]:
         """Return the statistics of torch's allocator as a flat dict."""

@@ -9,6 +9,7 @@ Other hooks of `load_state_dict` that run in between see these tensors with the 
 
 from __future__ import annotations
 
+import copy
 from itertools import chain
 from typing import Any, Protocol
 
@@ -27,6 +28,12 @@ class _Unconverted(Tensor):
     """A tensor of a checkpoint, which shares its memory. When torch converts loaded state, `to` returns it as it is."""
 
     __torch_function__ = no_torch_function  # results of operators are ordinary tensors
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return copy.deepcopy(self.as_subclass(Tensor), memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.as_subclass(Tensor).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
     def to(self, *args: Any, **kwargs: Any) -> Tensor:
         """Convert the tensor, unless `Optimizer.load_state_dict` is the caller."""

@@ -179,7 +179,7 @@ class Stopwatch:
             self._engine.store.defer_copy_outs(False)
 
     def listen_for_the_end(self) -> None:
-        """If a backward pass is running, register a callback at its end, which records the time. Does so only once."""
+        """If a backward pass is running, register a callback at its end, which records the time; once for each pass."""
         if not self.clock.is_listening and current_node() is not None:
             self.clock.is_listening = True
             self._follow_stream()
@@ -191,10 +191,13 @@ class Stopwatch:
             self.clock.move_to(self._engine.current_stream())
 
     def _finish(self) -> None:
-        self._follow_stream()  # torch has made the caller's stream wait for those of backward
-        self.clock.finish()
+        self.clock.is_listening = False  # another backward pass may follow
+        self._follow_stream()
+        ends = self.clock.finish()
         self.finished = True
         self.end_deferral()
+        if not ends:
+            return
         thread, before = self._begun
         is_known = not self._engine.is_accelerator and threading.get_ident() == thread
         self._thread_seconds = time.thread_time() - before if is_known else None

@@ -239,7 +239,7 @@ class Walk {
   void rarely() {
     switch (below(4)) {
       case 0:
-        store_->trim(0);
+        store_->trim();
         return;
       case 1:
         return quiet();

@@ -378,7 +378,7 @@ def test_a_store_forgets_what_it_deferred(tmp_path):
     assert {source.ticket.state for source in sources} == {"cancelled"}
 
 
-def test_trim_keeps_as_much_as_it_is_told(tmp_path):
+def test_a_trimmed_pool_keeps_as_much_as_it_is_told(tmp_path):
     store = make_store("slab", tmp_path, host_bytes_max=2 << 20)
     generator = np.random.default_rng(0)
     slab_bytes = 256 << 10
@@ -395,7 +395,7 @@ def test_trim_keeps_as_much_as_it_is_told(tmp_path):
     store.restart_high_water()
     use(2)
     assert store.stats()["pool_high_water_bytes"] == 2 * slab_bytes
-    assert store.trim(2 * slab_bytes + 1) == 3 * slab_bytes
-    assert store.trim(3 * slab_bytes) == 0
+    assert store.trim_pool(2 * slab_bytes + 1) == 3 * slab_bytes
+    assert store.trim_pool(3 * slab_bytes) == 0
     assert store.trim() == 3 * slab_bytes
     assert store.stats()["pool_held_bytes"] == 0

@@ -66,6 +66,24 @@ def test_sparse_state_is_loaded_as_without(tmp_path):
 
 
 @pytest.mark.parametrize("is_offloaded", [False, True])
+def test_a_later_hook_may_copy_and_save_the_state(is_offloaded, tmp_path):
+    optimizer, checkpoint = trained(is_offloaded, tmp_path)
+    copies = []
+
+    def look(_, loaded):
+        file = io.BytesIO()
+        torch.save(loaded, file)
+        file.seek(0)
+        copies.extend([copy.deepcopy(loaded)["state"], torch.load(file)["state"]])
+
+    optimizer.register_load_state_dict_pre_hook(look)
+    optimizer.load_state_dict(checkpoint)
+    for found in copies:
+        assert_equal(found, checkpoint["state"])
+        assert {type(value) for state in found.values() for value in state.values()} == {torch.Tensor}
+
+
+@pytest.mark.parametrize("is_offloaded", [False, True])
 def test_after_a_conversion_that_failed_state_can_be_saved(is_offloaded, tmp_path, monkeypatch):
     optimizer, checkpoint = trained(is_offloaded, tmp_path)
     convert, calls = streamed_state.convert, []

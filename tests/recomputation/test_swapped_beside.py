@@ -7,7 +7,7 @@ import weakref
 from pathlib import Path
 
 import torch
-from recomputation.forced import Forcing
+from forced import Forcing
 from torch import nn
 
 import offload

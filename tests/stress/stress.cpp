@@ -117,7 +117,7 @@ void stress_pool(int rounds, uint64_t seed) {
     if (random() % 2 == 0 && exchange.take(marked, random())) return give_up(marked, random() % 2 == 0);
     {
       const std::lock_guard lock(mutex);
-      if (random() % 16 == 0) pool.trim();
+      if (random() % 16 == 0) pool.trim(0);
       const auto block = pool.try_allocate(16 + random() % 30000);
       if (!block) return;
       marked = {*block, random()};

@@ -139,6 +139,35 @@ def test_the_end_of_a_step_is_recorded_on_the_callers_stream(monkeypatch):
     assert set(moved[1::2]) == {torch.sim.current_stream().native_handle or 0}
 
 
+def test_a_side_stream_without_parameters():
+    """Nothing but its own last mark tells whether the device has reached those of the side stream."""
+    side = torch.sim.Stream()
+
+    class Ends(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = mlp()
+
+        def forward(self, x):
+            y, main = self.layers(x), torch.sim.current_stream()
+            side.wait_stream(main)
+            with torch.sim.stream(side):
+                z = y.tanh()
+            main.wait_stream(side)
+            return z
+
+    model = Ends().to("sim")
+    for seed in range(4):
+        sim.schedule(seed, 3000)
+        with offload.enable(model, **BY_HAND[0]) as handle:
+            for step in range(8):
+                model(batch(step)).square().mean().backward()
+                torch.sim.current_stream().synchronize()
+            something_moved(handle)
+        sim.schedule(0, 0)
+        torch.sim.synchronize()
+
+
 def test_blocks_of_several_slices_and_a_disk_behind_the_slabs(tmp_path):
     options = {"n_tensors": -1, "lb": 2, "min_tensor_bytes": 1, "host_limit": "8MiB", "spill_dir": str(tmp_path)}
 
