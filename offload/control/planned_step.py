@@ -56,7 +56,8 @@ class PlannedStep:
         Number of consecutive profiles, this one included, without the bytes of temporaries; 0 if this one has them.
     steps, plan_steps, replans
         Number of steps since the first plan; number of steps that have followed the present plan since its measurement
-        began, without reference steps and those while the device was behind; number of new plans that measured steps have caused since the search last began.
+        began, without reference steps and those while the device was behind; number of new plans that measured steps
+        have caused since the search last began.
     frontier
         Reference steps, and the measured slowdown of the plans so far.
     executors
