@@ -159,8 +159,12 @@ def largest(kept: Kept, what: str = "resnet:batch") -> Finding:
 
 
 def on_a_gpu(kept: Kept) -> Finding:
-    """Results that need a GPU; missing until the GPU suite has run."""
-    summaries = [path for path in kept.folder.rglob("summary.json") if read_json(path)["machine"]["device"]]
-    if summaries:
-        return Finding(f"see the tables of {summaries[0].parent}", None)
+    """The copies of at least 1 MiB beside torch's, by the GPU suite; missing until it has run."""
+    parts = [read_json(path) for path in sorted(kept.folder.rglob("copies.json"))]
+    measured = [part for part in parts if part.get("machine", {}).get("device")]
+    if measured:
+        rows = measured[-1]["results"]["copies"]
+        shares = [row["store_over_torch"] for row in rows if row["block_bytes"] >= 1 << 20]
+        words = f"copies: {min(shares):.0%} to {max(shares):.0%} of Tensor.copy_ with blocks of at least 1 MiB"
+        return Finding(f"{words}; pinned memory and largest batch not measured", min(shares) >= 0.97)
     return Finding("not measured: no GPU has run bench/gpu_suite.py", None)

@@ -46,6 +46,15 @@ def test_without_results_it_says_what_leaves_them(bench: Any, tmp_path: Path) ->
     assert bench["collected"].on_a_gpu(kept).measured == "not measured: no GPU has run bench/gpu_suite.py"
 
 
+def test_copies_on_a_gpu(bench: Any, tmp_path: Path) -> None:
+    rows = [{"block_bytes": nbytes, "store_over_torch": share} for nbytes, share in ((4096, 0.3), (1 << 20, 0.98))]
+    content = {"part": "copies", "machine": {"device": "Some GPU"}, "results": {"copies": rows}}
+    (tmp_path / "copies.json").write_text(json.dumps(content))
+    found = bench["collected"].on_a_gpu(bench["collected"].Kept(tmp_path))
+    assert found.measured.startswith("copies: 98% to 98% of Tensor.copy_")
+    assert found.met is True
+
+
 def test_predictions(bench: Any, tmp_path: Path) -> None:
     collected = bench["collected"]
     leave(tmp_path, "old.json", "offload-predictions/1", [prediction("gpt", "default", 0.5, 0.5)])
