@@ -411,7 +411,7 @@ class EngineCore:
         record_use: Callable[[Tensor], None] | None,
         new_storage: Callable[[int, int], UntypedStorage] | None,
         warn: Callable[[str, str], None],
-        freed: Sized,
+        freed: Sized,  # held by a weak reference
     ) -> None: ...
     @property
     def misses(self) -> int: ...

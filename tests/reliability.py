@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import model_state_failures
+import runs_on_a_gpu
 
 ROOT = Path(__file__).resolve().parent.parent
 JSON = ROOT / "docs" / "reliability.json"
@@ -180,20 +181,6 @@ All tests of the six claims run without a GPU: on the CPU, on a simulated accele
 {failed} failed. The runs are from {days} and took {hours} hours in total. {where}{sizes} [Each part with its
 date](#run-it-again) is listed below.
 """
-ON_A_GPU = """## On a GPU
-
-On 26 November 2026 the tests marked `gpu` ran on an NVIDIA H200 (PyTorch 2.11 with CUDA 13.0, Python 3.12). 88 passed.
-Two tests of `memory_limit` exceeded their time limit beside the others. 297 tests that were written for the CPU or the
-simulated accelerator passed there too: graph lifetimes, in-place changes, interrupts, kinds of tensors, recomputation,
-moved state and parameters. The others of these files need two devices, set a limit below the 64 MiB that cuBLAS takes,
-or use kernels that add in another order each time.
-
-A GPT was trained on it with and without offload; losses, parameters and optimizer state were equal to the last bit in
-each case: the default plan (float32 and bfloat16), `memory_limit` at 40 % of plain's peak and with dropout, moved
-optimizer state (AdamW, fused and not; SGD with momentum), updates in backward, frozen parameters, all parameters moved,
-all of these together, blocks compiled before and after `enable`, autocast, GradScaler, DDP over NCCL and FSDP2 (one
-process each). `tests/test_gpu_training.py` repeats these cases with a smaller network.
-"""
 CLAIMS = (
     (
         "Losses and gradients do not change in a single bit",
@@ -304,7 +291,7 @@ def claims(found: dict[str, str]) -> Iterator[str]:
 def page(parts: dict[str, dict]) -> str:
     """Return the Markdown page."""
     found = figures(parts)
-    lines = [introduction(parts, found), *claims(found), ON_A_GPU, *model_state_failures.section(), RERUN]
+    lines = [introduction(parts, found), *claims(found), runs_on_a_gpu.SECTION, *model_state_failures.section(), RERUN]
     lines += ["| part | passed | failed | time | size | date |", "|---|---:|---:|---:|---|---|"]
     for name, part in PARTS.items():
         held = [about for about in parts.values() if about["part"] == name]

@@ -5,7 +5,6 @@ import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import plant as machines
 import pytest
@@ -384,24 +383,3 @@ def test_a_search_that_starts_again_forgets_how_long_nodes_took(is_guarded, monk
     machines.run(plant, profiled, calibrated, STEPS + 4 * LIMITS.recheck_steps, neighbour, max_slowdown=0.05)
     first = next(plan for number, plan in plant.plans.items() if number > STEPS)
     assert (first.compute_seconds > 1.5 * plant.compute_seconds) == is_guarded
-
-
-def test_a_device_that_is_behind_is_not_measured():
-    """Another measured step would push out one that has not been read."""
-    plant, profiled, calibrated = machine(0)
-    planned, _ = machines.run(plant, profiled, calibrated, 3, max_slowdown=0.05)
-    planned.executors.clear()
-    assert not planned.is_behind
-    ended, abandoned = (SimpleNamespace(stopwatch=SimpleNamespace(finished=each)) for each in (True, False))
-    planned.executors.extend([ended] * planned.executors.maxlen)
-    assert planned.is_behind
-    planned.executors.append(abandoned)  # without a backward pass: it would never be read
-    assert not planned.is_behind
-
-
-def test_a_search_that_begins_again_may_plan_as_often_as_the_first():
-    plant, profiled, calibrated = machine(0)
-    planned, _ = machines.run(plant, profiled, calibrated, STEPS, max_slowdown=0.05)
-    planned.replans = LIMITS.replans
-    planned.search_again()
-    assert (planned.replans, planned.frontier.tried, planned.frontier.is_settled) == (0, [], False)

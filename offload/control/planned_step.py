@@ -150,16 +150,13 @@ class PlannedStep:
 
         Steps without a backward pass, which are never read, do not count.
         """
-        is_full = len(self.executors) == self.executors.maxlen
-        return is_full and all(each.stopwatch is not None and each.stopwatch.finished for each in self.executors)
+        return len(self.executors) == self.executors.maxlen and all(map(_has_ended, self.executors))
 
     def remember(self, executor: MeteredExecutor) -> None:
         """Keep a step's measurements until they are read; forget those of a step without a backward pass first."""
         if len(self.executors) == self.executors.maxlen:
-            unread = [each for each in self.executors if each.stopwatch is not None and each.stopwatch.finished]
-            abandoned = next((each for each in self.executors if each not in unread), None)
-            if abandoned is not None:
-                self.executors.remove(abandoned)
+            abandoned = next((each for each in self.executors if not _has_ended(each)), self.executors[0])
+            self.executors.remove(abandoned)
         self.executors.append(executor)
 
     def trace(self, away_bytes: int | None = None) -> Trace:
@@ -356,6 +353,11 @@ class PlannedStep:
 def most(a: HeldBytes, b: HeldBytes) -> HeldBytes:
     """Return the larger `state` and the larger `gradients`, and `b.away`: optimizer state that is not on the device."""
     return HeldBytes(max(a.state, b.state), max(a.gradients, b.gradients), b.away)
+
+
+def _has_ended(executor: MeteredExecutor) -> bool:
+    """Return whether the step's backward has ended on the host, so that its measurements will be read."""
+    return executor.stopwatch is not None and executor.stopwatch.finished
 
 
 def _without_slowing(seconds: Sequence[float], slowed: float) -> tuple[float, ...]:

@@ -75,12 +75,7 @@ def defer(mover: _Mover, min_nbytes: int, optimizer: Optimizer, state_dict: dict
 
 
 def _deferred(param: Tensor, name: Any, value: Any, min_nbytes: int) -> Any:
-    if (
-        type(value) is not Tensor
-        or not has_storage(value)
-        or type(param) not in (Tensor, torch.nn.Parameter)
-        or name == "step"
-    ):
+    if not has_storage(value) or not has_storage(param) or name == "step":
         return value
     is_as_torch_wants = value.device == param.device and value.dtype == _dtype(param, value)
     return value if value.nbytes < min_nbytes or is_as_torch_wants else value.as_subclass(_Unconverted)

@@ -1,18 +1,15 @@
 """Tensors that the schedule swaps: no Python code runs for them; what differs from the recorded step is noticed."""
 
-import sys
-import threading
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
+from python_frames import frames_of
 from torch import nn
 
 import offload
 from offload.control.limits import LIMITS
 
-LIBRARY = str(Path(offload.__file__).parent)
 NUMEL = 1 << 14
 
 
@@ -62,23 +59,6 @@ def step(model, settle=lambda: None):
     return model.back
 
 
-def frames_of_a_step(model):
-    frames = []
-
-    def note(frame, event, _):
-        if event == "call" and frame.f_code.co_filename.startswith(LIBRARY):
-            frames.append(frame.f_code.co_qualname if sys.version_info >= (3, 11) else frame.f_code.co_name)
-
-    threading.setprofile(note)
-    sys.setprofile(note)
-    try:
-        step(model)
-    finally:
-        sys.setprofile(None)
-        threading.setprofile(None)
-    return frames
-
-
 @pytest.mark.only_cpu("on an accelerator Python asks for the stream")
 @pytest.mark.parametrize("knobs", [{"n_tensors": -1, "lb": 3}, {"max_slowdown": 1000.0}], ids=["hand", "plan"])
 def test_a_swapped_tensor_runs_no_python(knobs, tmp_path):
@@ -91,7 +71,7 @@ def test_a_swapped_tensor_runs_no_python(knobs, tmp_path):
         for _ in range(6):
             step(model)
         before = handle.report().swapped.tensors
-        frames[count] = frames_of_a_step(model)
+        frames[count] = frames_of(lambda model=model: step(model))
         assert handle.report().swapped.tensors - before > count // 2
         handle.disable()
     more = len(frames[32]) - len(frames[16])

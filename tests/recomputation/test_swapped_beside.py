@@ -1,18 +1,13 @@
 """Tensors that are swapped in a step that recomputes others: no Python code runs for them, except around recipes."""
 
 import gc
-import sys
-import threading
 import weakref
-from pathlib import Path
 
 import torch
 from forced import Forcing
+from python_frames import frames_of
 from torch import nn
 
-import offload
-
-LIBRARY = str(Path(offload.__file__).parent)
 NUMEL = 1 << 14
 
 
@@ -47,29 +42,12 @@ def enabled(tmp_path, count, dropped):
     return model, handle
 
 
-def frames_of_a_step(model):
-    frames = []
-
-    def note(frame, event, _):
-        if event == "call" and frame.f_code.co_filename.startswith(LIBRARY):
-            frames.append(frame.f_code.co_name)
-
-    threading.setprofile(note)
-    sys.setprofile(note)
-    try:
-        step(model)
-    finally:
-        sys.setprofile(None)
-        threading.setprofile(None)
-    return frames
-
-
 def test_a_swapped_tensor_runs_no_python(tmp_path):
     frames = {}
     for count in (16, 32):
         model, handle = enabled(tmp_path, count, 3)
         before = handle._counts.swapped.tensors, handle._counts.recomputed.tensors
-        frames[count] = frames_of_a_step(model)
+        frames[count] = frames_of(lambda model=model: step(model))
         moved = handle._counts.swapped.tensors - before[0], handle._counts.recomputed.tensors - before[1]
         assert moved == (count - 1, 1)
         handle.disable()

@@ -1,0 +1,58 @@
+"""What is kept of a signature between its steps, and what the promise makes of it."""
+
+from types import SimpleNamespace
+from unittest import mock
+
+import plant as machines
+import pytest
+from test_frontier import STEPS, machine
+
+from offload.control.limits import LIMITS
+from offload.control.promise import SlowdownPromise
+from offload.options import Options
+from offload.runtime.counters import Counts
+
+ENDED, ABANDONED = (SimpleNamespace(stopwatch=SimpleNamespace(finished=each)) for each in (True, False))
+
+
+@pytest.fixture
+def planned():
+    plant, profiled, calibrated = machine(0)
+    planned, _ = machines.run(plant, profiled, calibrated, 4, max_slowdown=0.05)
+    planned.executors.clear()
+    assert not planned.frontier.is_settled
+    return planned
+
+
+def promise(plan_state=None):
+    defaults = dict.fromkeys(("memory_limit", "n_tensors", "lookahead_nodes"))
+    options = Options(**defaults, max_slowdown=0.05, min_tensor_bytes=1, exclude=(), host_limit=0, spill_dir="")
+    engine = mock.Mock(**{"device.type": "cpu"})
+    return SlowdownPromise(options, LIMITS, engine, mock.Mock(), plan_state)
+
+
+def test_a_device_that_is_behind_gets_no_reference_steps(planned):
+    """And its other steps do not count: no measured step would have one beside it."""
+    planned.executors.extend([ENDED] * planned.executors.maxlen)
+    planned.plan_steps = planned.frontier.begun + 1
+    before = planned.plan_steps, planned.frontier.begun
+    assert not any(promise().begin_reference(planned, Counts()) for _ in range(5))
+    assert (planned.plan_steps, planned.frontier.begun) == before
+    planned.executors.popleft()
+    assert promise().begin_reference(planned, Counts())
+
+
+def test_a_step_without_a_backward_pass_is_forgotten_first(planned):
+    planned.executors.extend([ENDED, ABANDONED, *[ENDED] * (planned.executors.maxlen - 2)])
+    assert not planned.is_behind
+    planned.remember(ENDED)
+    assert list(planned.executors) == [ENDED] * planned.executors.maxlen
+    assert planned.is_behind
+
+
+def test_a_search_that_begins_again_may_plan_as_often_as_the_first():
+    plant, profiled, calibrated = machine(0)
+    planned, _ = machines.run(plant, profiled, calibrated, STEPS, max_slowdown=0.05)
+    planned.replans = LIMITS.replans
+    assert promise(mock.Mock(**{"is_outdated.return_value": True})).is_outdated(planned)
+    assert (planned.replans, planned.frontier.tried, planned.frontier.is_settled) == (0, [], False)
