@@ -75,7 +75,7 @@ def parts(out: Path, site: Path, rehearse: bool) -> list[Part]:
     def frontier(width: int) -> Part:
         name = f"frontier-{width}"
         command = script("frontier", "--width", str(width), part=name)
-        return Part(name, {2048: 105, 4096: 105}[width], on_device, command, deterministic)
+        return Part(name, 110, on_device, command, deterministic)
 
     every = [
         Part("build", 60, False, (*pip, "--target", str(site), str(ROOT))),
@@ -84,7 +84,7 @@ def parts(out: Path, site: Path, rehearse: bool) -> list[Part]:
         Part("copies", 30, on_device, script("copies")),
         frontier(2048),
         frontier(4096),
-        Part("largest", 60, on_device, script("largest"), deterministic),
+        Part("largest", 90, on_device, script("largest"), deterministic),
         Part("pair", 40, on_device, script("pair"), deterministic),
     ]
     patience = REHEARSAL_PATIENCE if rehearse else 1

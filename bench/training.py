@@ -29,6 +29,8 @@ STEPS_TO_SETTLE = 3  # the first is recorded, and in it memory is pinned or the 
 STEPS_TO_SETTLE_PLANNED = 6  # a new plan may follow each, at most five
 STEPS_TO_STEADY_MAX = 40
 STEPS_PER_HASH = 8
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of a value
+CHECKSUM_VALUES = 1 << 24  # values in one sum of a checksum; their products take 8 bytes each
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,7 @@ class Step:
 
     seconds: float
     loss: str  # as float.hex
-    gradients: str  # hash over all bytes
+    gradients: str  # hash over all gradients
     watched: dict[str, Any] | None = None  # what `StepWatch` has found, where the trainer watches
 
 
@@ -63,15 +65,36 @@ def steps_to_settle(contestant: Contestant) -> int:
 
 
 def gradient_hash(model: nn.Module) -> str:
-    """SHA-256 over the hashes of all gradients' bytes, in the order of the parameters; hexadecimal."""
+    """SHA-256 over all gradients, in the order of the parameters; hexadecimal.
+
+    On the CPU it is over the hashes of their bytes. On an accelerator it is over their checksums, which are computed
+    there: gradients of several GB would take seconds to copy and hash.
+    """
 
     def digest(gradient: Tensor) -> bytes:
-        whole = gradient.detach().cpu().contiguous().view(-1).view(torch.uint8)
+        whole = gradient.detach().contiguous().view(-1).view(torch.uint8)
         return hashlib.sha256(whole.numpy()).digest()
 
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    if gradients and gradients[0].device.type != "cpu":
+        sums = torch.stack([checksum(gradient) for gradient in gradients])
+        return hashlib.sha256(sums.cpu().numpy().tobytes()).hexdigest()
     with ThreadPoolExecutor(8) as pool:
         return hashlib.sha256(b"".join(pool.map(digest, gradients))).hexdigest()
+
+
+def checksum(tensor: Tensor) -> Tensor:
+    """Return the sum of (2 i + 1) × v[i] modulo 2^64 as an int64 scalar; v[i]: the bits of value i as an integer.
+
+    Every factor is odd, so two tensors that differ in one value have different checksums.
+    """
+    bits = tensor.detach().contiguous().view(-1).view(INTEGERS[tensor.element_size()])
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    for start in range(0, bits.numel(), CHECKSUM_VALUES):
+        part = bits[start : start + CHECKSUM_VALUES]
+        factors = torch.arange(2 * start + 1, 2 * (start + len(part)), 2, device=tensor.device)
+        total += (factors * part).sum()
+    return total
 
 
 @contextlib.contextmanager

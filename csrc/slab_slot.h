@@ -56,7 +56,7 @@ struct SlabParts {
             std::shared_ptr<HostDriver> host_driver, const std::shared_ptr<EventPool>& device_events,
             const std::shared_ptr<EventPool>& host_events, const StoreOptions& options);
 
-  // Returns a reference that keeps the store alive. Every task on a lane holds one.
+  // Returns a reference that keeps the store alive. Every task on a lane that uses the store holds one.
   std::shared_ptr<SwapStore> keep() const { return store.shared_from_this(); }
   bool is_small(const SlabSlot& slot) const { return slot.bytes < std::min(kSmallBytes, slice_bytes); }
   // Returns whether the device has reached an event. Returns false also if the query fails: a block is then copied

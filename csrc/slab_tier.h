@@ -43,8 +43,8 @@ class SlabStore final : public SwapStore {
  private:
   Block obtain_block(std::unique_lock<std::mutex>& lock, size_t bytes);
 
-  // The destructors of these members need not wait for a lane: every task on a lane holds a reference to the store, so
-  // no task is left.
+  // The destructors of these members need not wait for a lane: every task on a lane that uses the store holds a
+  // reference to it, so no such task is left.
   SlabParts parts_;
   Spiller spiller_;
   CopyOutQueue copy_out_queue_;

@@ -162,8 +162,8 @@ class Ticket {
 
 class SwapStore : public std::enable_shared_from_this<SwapStore> {
  public:
-  // `device`: driver of the device, for the slab tier. `lanes`: host driver whose streams ("lanes") run file I/O; in
-  // the direct tier it is the driver of the device too. Throws SpillError, PoolExhausted (no room for the bounce
+  // `device`: driver of the device, for the slab tier. `lanes`: host driver whose streams ("lanes") run file I/O
+  // and, in the slab tier, also issue device copies; in the direct tier it is the driver of the device too. Throws SpillError, PoolExhausted (no room for the bounce
   // buffers), DriverError, std::invalid_argument.
   static std::shared_ptr<SwapStore> create_direct(std::shared_ptr<HostDriver> lanes, const StoreOptions& options);
   static std::shared_ptr<SwapStore> create_slab(std::shared_ptr<Driver> device, std::shared_ptr<HostDriver> lanes,
@@ -172,8 +172,9 @@ class SwapStore : public std::enable_shared_from_this<SwapStore> {
 
   // Queues the copy-out of `bytes` bytes at `source`, after everything queued on `compute`. `need`: see Slot. The
   // source must stay unchanged until out_done() or wait_out(). If this throws (PoolExhausted, PinningFailed,
-  // DriverError, or the SpillError of another block that had to make room), nothing is queued. A small block may wait in
-  // the queue, to be copied together with others; if that copy cannot be issued, the block's state becomes `failed`.
+  // DriverError), nothing is queued. If another block cannot be written to the file to make room, that block stays in
+  // memory, and its error is counted, not thrown. A small block may wait in the queue, to be copied together with
+  // others; if that copy cannot be issued, the block's state becomes `failed`.
   Ticket swap_out(const void* source, size_t bytes, Stream compute, uint64_t need);
   // With `defers`, the direct tier queues copy-outs without beginning them. All of them begin when a caller waits for
   // one, or when `defers` is set to false. The slab tier ignores this.

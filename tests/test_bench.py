@@ -65,6 +65,21 @@ def test_every_contestant_computes_the_same_bits(bench: Any, family: str) -> Non
     assert ran == set(KINDS)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64, torch.uint8])
+def test_a_checksum_tells_every_value_and_its_place(bench: Any, dtype: torch.dtype, monkeypatch: Any) -> None:
+    checksum = bench["training"].checksum
+    tensor = torch.arange(12).view(3, 4).to(dtype)
+    found = checksum(tensor)
+    assert found == checksum(tensor.t().contiguous().t())
+    others = [tensor.flip(0), tensor.t(), torch.cat([tensor, tensor[:1] + 1]), tensor[:2]]
+    for index in range(tensor.numel()):
+        others.append(tensor.clone())
+        others[-1].view(-1).view(bench["training"].INTEGERS[tensor.element_size()])[index] ^= 1
+    assert found not in [checksum(other) for other in others]
+    monkeypatch.setattr(bench["training"], "CHECKSUM_VALUES", 5)
+    assert checksum(tensor) == found
+
+
 def test_the_families_are_those_of_the_tests(bench: Any) -> None:
     assert list(bench["models"].FAMILIES) == FAMILIES
 

@@ -24,6 +24,7 @@ finally:
 
 STEPS = 60
 SETTLED_BY = 24
+WELL_BELOW = 0.6  # of `max_slowdown`
 
 
 def machine(seed, noise=0.0, **link):
@@ -66,7 +67,7 @@ def test_the_slowdown_is_kept_and_memory_is_near_the_least(seed, allowed):
     assert planned.frontier.is_settled
     assert phase in (Phase.STEADY, Phase.UNHOOKED)
     assert slowdown(plant, planned) <= allowed
-    least = least_memory_plan(plant.trace, plant.link, LIMITS.spare * allowed)
+    least = least_memory_plan(plant.trace, plant.link, WELL_BELOW * allowed)
     assert planned.plan.peak_bytes <= 1.1 * least.peak_bytes
     assert not any(is_reference for is_reference, _ in plant.steps[SETTLED_BY:])
 
@@ -79,7 +80,7 @@ def test_the_search_reaches_both_sides():
         planned, _ = machines.run(plant, profiled, calibrated, 8, max_slowdown=0.05)
         first.append(planned.frontier.tried[0].slowdown)
     assert any(each > 0.05 for each in first)
-    assert any(each < LIMITS.spare * 0.05 for each in first)
+    assert any(each < WELL_BELOW * 0.05 for each in first)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -155,7 +156,7 @@ def test_a_first_plan_that_saves_little_does_not_end_the_search_if_it_is_fast(se
     calibrated = replace(calibrated, byte_seconds=byte_seconds)
     planned, phase = machines.run(plant, profiled, calibrated, 2 * STEPS, max_slowdown=0.05)
     first = planned.frontier.tried[0]
-    assert first.slowdown < LIMITS.spare * 0.05
+    assert first.slowdown < WELL_BELOW * 0.05
     assert not LIMITS.is_worth_hooks(first.plan.peak_bytes, first.plan.unswapped_peak_bytes)
     assert planned.plan.peak_bytes < 0.82 * planned.plan.unswapped_peak_bytes
     assert phase is Phase.STEADY
@@ -213,13 +214,14 @@ def searched_steps(noise, **changed):
 
 @pytest.mark.parametrize("noise", [0.12, 0.2])
 def test_where_steps_vary_much_the_search_ends_after_a_bounded_number_of_steps(noise):
-    searched = searched_steps(noise)
-    assert LIMITS.searched <= searched < LIMITS.searched + 2 * LIMITS.judged_steps
+    bound = 1
+    searched = searched_steps(noise, searched=bound)
+    assert bound <= searched < bound + 2 * LIMITS.judged_steps
     assert searched_steps(noise, searched=10**9) > searched  # a mutant
 
 
 @pytest.mark.parametrize(
-    ("seed", "noise", "share", "goes_back"), [(10, 0.04, 0.0, True), (4, 0.0, 0.8, True), (0, 0.0, 0.0, False)]
+    ("seed", "noise", "share", "goes_back"), [(14, 0.04, 0.0, True), (4, 0.0, 0.8, True), (0, 0.0, 0.0, False)]
 )
 def test_going_back_to_an_earlier_plan_is_logged_with_its_reason(seed, noise, share, goes_back, caplog):
     plant, profiled, calibrated = machine(seed, noise=noise)

@@ -36,6 +36,8 @@ class TriedPlan:
         Slowdown relative to the computation of reference steps: 0.05 means that a step took 5 % longer.
     error
         Margin of error of `slowdown`: `Limits.standard_errors` times its standard error, as estimated by `_error`.
+    slowdown_max
+        The plan keeps `max_slowdown` if this is at most `max_slowdown`: see `_slowdown_max`.
     reference_steps
         Number of reference steps from which `slowdown` was computed.
     unexplained_seconds
@@ -48,13 +50,9 @@ class TriedPlan:
     plan: Plan
     slowdown: float
     reference_steps: int
+    slowdown_max: float
     unexplained_seconds: float = 0.0
     error: float = 0.0
-
-    @property
-    def slowdown_max(self) -> float:
-        """The slowdown plus its margin of error. The plan keeps `max_slowdown` if this is at most `max_slowdown`."""
-        return self.slowdown + self.error
 
     @property
     def in_words(self) -> str:
@@ -237,22 +235,43 @@ class Frontier:
     def wanted_peak(self, max_slowdown: float) -> int:
         """Return the bytes that the next plan is to need at its peak. Must be called after the first plan was judged.
 
-        Let `a` be the most bytes saved by a plan that kept `max_slowdown`, and `b` the fewest bytes above `a` saved by
-        a plan that did not keep it. If both exist, the next plan saves (`a` + `b`) / 2. Otherwise the slowdown is
-        assumed to be proportional to the bytes saved. One measurement may be unlucky, so the next plan saves 0.15 to
-        0.75 times what the last one saved if this was too slow, and 1.2 to 2 times if not.
+        It is estimated which plan has a slowdown of `aim` × `max_slowdown` (`_likely_saved`). One measurement may be
+        unlucky. So between a plan that kept `max_slowdown` and one that did not, the next plan is at least a quarter of
+        the way from either; otherwise it saves 0.15 to 0.75 times what the last one saved if this was too slow, and 1.2
+        to 2 times if not.
         """
         last = self.tried[-1]
-        kept = [each.saved_bytes for each in self.tried if each.slowdown_max <= max_slowdown]
-        broken = [each.saved_bytes for each in self.tried if each.slowdown_max > max_slowdown]
-        more = [each for each in broken if each > max(kept, default=0)]
-        if kept and more:
-            saved = (max(kept) + min(more)) / 2
+        kept, broken = self._kept_beside_broken(max_slowdown)
+        if kept is not None and broken is not None:
+            more = broken.saved_bytes - kept.saved_bytes
+            low, high = kept.saved_bytes + more / 4, broken.saved_bytes - more / 4
         else:
             low, high = (0.15, 0.75) if last.slowdown_max > max_slowdown else (1.2, 2.0)
-            factor = self.limits.aim * max_slowdown / last.slowdown_max if last.slowdown_max > 0 else high
-            saved = last.saved_bytes * min(max(factor, low), high)
+            low, high = low * last.saved_bytes, high * last.saved_bytes
+        saved = min(max(self._likely_saved(max_slowdown), low), high)
         return last.plan.unswapped_peak_bytes - int(saved)
+
+    def _kept_beside_broken(self, max_slowdown: float) -> tuple[TriedPlan | None, TriedPlan | None]:
+        """Return the plan that saves most of those that kept `max_slowdown`, and the next one that did not."""
+        kept = [each for each in self.tried if each.slowdown_max <= max_slowdown]
+        most = max(kept, key=lambda each: each.saved_bytes, default=None)
+        least = most.saved_bytes if most is not None else 0
+        broken = [each for each in self.tried if each.slowdown_max > max_slowdown and each.saved_bytes > least]
+        return most, min(broken, key=lambda each: each.saved_bytes, default=None)
+
+    def _likely_saved(self, max_slowdown: float) -> float:
+        """Estimate how many bytes a plan with a slowdown of `aim` × `max_slowdown` saves.
+
+        The slowdown is assumed to be linear in the bytes saved: between a plan that kept `max_slowdown` and one that
+        did not, if both exist, and otherwise proportional.
+        """
+        aim = self.limits.aim * max_slowdown
+        kept, broken = self._kept_beside_broken(max_slowdown)
+        if kept is not None and broken is not None:
+            share = (aim - kept.slowdown_max) / (broken.slowdown_max - kept.slowdown_max)
+            return kept.saved_bytes + max(0.0, share) * (broken.saved_bytes - kept.saved_bytes)
+        last = self.tried[-1]
+        return last.saved_bytes * aim / last.slowdown_max if last.slowdown_max > 0 else 2.0 * last.saved_bytes
 
     def judge(self, plan: Plan, steps: Sequence[StepCost], max_slowdown: float) -> float | None:
         """Return the slowdown of a plan, and store it in `tried`. None if more measured steps are needed.
@@ -288,8 +307,19 @@ class Frontier:
         self.searched += 2 * count
         self.tried = [each for each in self.tried if each.plan is not plan]
         unexplained = taken - compute - explained
-        self.tried.append(TriedPlan(plan, slowdown, len(self.references), unexplained, error))
+        slowdown_max = self._slowdown_max(slowdown, error, is_last=count >= self.limits.judged_steps)
+        self.tried.append(TriedPlan(plan, slowdown, len(self.references), slowdown_max, unexplained, error))
         return slowdown
+
+    def _slowdown_max(self, slowdown: float, error: float, *, is_last: bool) -> float:
+        """Return the slowdown plus its margin of error; if no more steps are measured, at most 1 / `aim` of it.
+
+        Where steps vary so much that the margin alone exceeds `max_slowdown`, every plan would otherwise count as too
+        slow. Such a plan is kept if its slowdown is at most `aim` × `max_slowdown`. If it is too slow all the same,
+        `is_broken` notices.
+        """
+        least = slowdown + error
+        return min(least, max(slowdown, slowdown / self.limits.aim)) if is_last else least
 
     def _error(self, steps: Sequence[StepCost]) -> float:
         """Return the margin of error of the slowdown.
@@ -321,8 +351,9 @@ class Frontier:
         """Return why to try another plan; None if the search may end.
 
         Another plan is tried in two cases. First, the last plan was too slow, and each plan that kept `max_slowdown`
-        needs over `peak_step` more memory than it. Second, the last plan was much faster than allowed (`spare`), its
-        peak is not the least possible, and it needs over `peak_step` more memory than each plan that was too slow.
+        needs over `peak_step` more memory than it. Second, the last plan kept `max_slowdown`, and a plan that is a
+        little slower would probably need over `peak_step` less memory (`_likely_saved`); but not if a plan that was too
+        slow needs hardly less, or if the last plan's peak is the least possible.
 
         Parameters
         ----------
@@ -337,12 +368,13 @@ class Frontier:
             if best is not None and best.peak_bytes <= (1 + self.limits.peak_step) * last.plan.peak_bytes:
                 return None
             return f"steps were {last.in_words} slower than without swapping"
-        has_time = last.slowdown_max < self.limits.spare * max_slowdown
+        likely_peak = last.plan.unswapped_peak_bytes - self._likely_saved(max_slowdown)
+        gains = max(likely_peak, least_peak_bytes) < (1 - self.limits.peak_step) * last.plan.peak_bytes
         noise = 1 + self.limits.noise
         is_least = last.plan.peak_bytes <= noise * least_peak_bytes
         broken = [each.plan.peak_bytes for each in self.tried if each.slowdown_max > max_slowdown]
         is_next_to_broken = broken and last.plan.peak_bytes <= (1 + self.limits.peak_step) * max(broken)
-        if has_time and not is_least and not is_next_to_broken:
+        if gains and not is_least and not is_next_to_broken:
             return f"steps were only {last.in_words} slower than without swapping"
         return None
 

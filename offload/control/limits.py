@@ -68,12 +68,11 @@ class Limits:
     uneven, repeats
         Other programs were busy during most of a plan's measured steps, but not all, if their median is more than
         `uneven` times the shortest. The plan is then measured again, at most `repeats` times.
-    aim, spare
-        Fractions of `max_slowdown`. Plans after the first aim at `aim`, so that noise does not break the promise. A
-        plan whose slowdown plus its margin of error is below `spare` is replaced by one that swaps more.
+    aim
+        Fraction of `max_slowdown` at which plans after the first aim, so that noise does not break the promise.
     peak_step
         The search ends if a plan that kept `max_slowdown` needs at most this much more memory (relative) than one that
-        did not.
+        did not, or than a plan with a slowdown of `aim` × `max_slowdown` would probably need.
     noise
         Relative gain in time or memory that is not worth a trial step or recomputation.
     search_share, search_seconds, search_effort_min
@@ -117,7 +116,6 @@ class Limits:
     uneven: float = 1.4
     repeats: int = 3
     aim: float = 0.8
-    spare: float = 0.6
     peak_step: float = 0.1
     noise: float = 0.01
     search_share: float = 0.3

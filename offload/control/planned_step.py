@@ -146,7 +146,7 @@ class PlannedStep:
 
     @property
     def is_behind(self) -> bool:
-        """Whether the device has yet to run all measured steps that are remembered: another one would push one out.
+        """Whether as many measured steps as can be remembered wait for the device: another one would replace one.
 
         Steps without a backward pass, which are never read, do not count.
         """

@@ -243,7 +243,7 @@ def _gpu_processes(device: Accelerator) -> Iterator[Process]:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Return how many bytes of a device torch's allocator can still reserve; on the CPU, `free_host_bytes`."""
+    """Return how many more bytes torch's allocator can reserve on a device; on the CPU, `free_host_bytes`."""
     found = device_of(device)
     return found.free_bytes() if isinstance(found, Accelerator) else free_host_bytes()
 
@@ -309,7 +309,7 @@ def _can_be_ended(pid: int) -> bool:
 
 
 def _with_ancestors(pid: int) -> list[int]:
-    """Return the ids of a process and of all its ancestors, the parent first."""
+    """Return the id of a process, then those of its ancestors, from its parent upwards."""
     found: list[int] = []
     while pid > 0 and pid not in found:
         found.append(pid)

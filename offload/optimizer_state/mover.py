@@ -57,7 +57,7 @@ class StateMover:
     Parameters
     ----------
     engine
-        Copies the optimizer's state; nothing else uses this engine.
+        Copies the optimizer's state, and its gradients if a `GradientMover` moves them; nothing else uses this engine.
     min_nbytes
         Tensors smaller than this stay in memory.
     name_of

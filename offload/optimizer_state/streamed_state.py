@@ -334,7 +334,7 @@ class StreamedState(defaultdict[Any, State]):
             self._note(key, sum(local_of(each).nbytes for each in value.values() if isinstance(each, Tensor)))
 
     def __iter__(self) -> Iterator[Any]:
-        return super().__iter__()  # overridden, so that dict() and ** look each item up here
+        return super().__iter__()  # overridden: only then do dict() and ** call `__getitem__` for each item
 
     def get(self, key: Any, default: Any = None) -> Any:
         """As `dict` does, with the state brought back."""

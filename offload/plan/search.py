@@ -39,7 +39,7 @@ _EXHAUSTIVE_MAX = 12  # with at most 12 tensors, a search tries every set of the
 _EXHAUSTIVE_PROBE_MAX = 8  # the same, for each limit of `least_memory_plan` and for the search before recomputation
 _LIMITS_MAX = 16  # limits tried by bisection
 # After the bisection, lower limits are tried: first the least feasible one, then some close to the bisection's result.
-# Each of these is below the result by one of these shares of the distance from the result to the least feasible limit.
+# The latter are: result - share × (result - least feasible limit), for each of these shares.
 _LOWER_LIMITS = (0.02, 0.005, 0.001)
 _SAFETY_FACTORS = (2.0, 1.5, 1.2)  # tried in this order for the final placement; see `Step.place`
 
@@ -177,7 +177,7 @@ def manual_plan(
         and their first use in backward are chosen first.
     lead_nodes : int or "auto", default "auto"
         Backward nodes between the prefetch and the first use in backward (`lb`). "auto" prefetches each tensor as
-        late as is possible without a stall, and does not swap tensors that are needed before their copy-out has ended.
+        late as is possible without a stall, and swaps no tensor whose prefetch would have to precede its release.
     limit_bytes : int, optional
         Limit on the resident bytes, in bytes; a plan that exceeds it is returned with a warning.
 
@@ -269,7 +269,7 @@ def _least_memory(trace: Trace, step: Step, allowed: float, *, recompute: bool, 
     if not best.placement.indices:
         return best
     placement = best.placement
-    if high == low:  # the least feasible limit is reached: use the remaining budget to reduce the step time
+    if high == low:  # the least feasible limit is reached: use the budget of one more limit to reduce the step time
         placement = improve(best.step, low, placement, step.compute_seconds, SearchBudget(effort * share, effort))
     return replace(best, placement=_prefetch_earlier(best.step, placement, high, allowed))
 

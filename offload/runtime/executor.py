@@ -66,7 +66,7 @@ class StepObserver(Protocol):
         """Whether `Engine.in_flight_bytes_max` limits the bytes of tensors whose copy-out has not ended."""
 
     def begin(self) -> None:
-        """Called at the start of a hook that may wait or start a copy."""
+        """Called at the start of a pack hook in Python that may wait or start a copy."""
 
     def pass_by(self, pack_index: int) -> None:
         """Called at the pack of a kept tensor if the node that begins after it has a release or a prefetch."""
@@ -167,7 +167,7 @@ class Stopwatch:
     def defer_copy_outs(self) -> None:
         """Queue copy-outs without starting them, until backward has ended or the next step begins.
 
-        Whenever the step waits for one of them, all that are queued by then start.
+        Whenever the step waits for one of them, all that are queued by then start. Without effect on an accelerator.
         """
         self._defers_copy_outs = True
         self._engine.store.defer_copy_outs(True)
@@ -203,7 +203,7 @@ class Stopwatch:
         self._thread_seconds = time.thread_time() - before if is_known else None
 
     def measured(self, node_count: int) -> Measured | None:
-        """Return the durations of `node_count` nodes (0 s if a node did not begin); None if the step runs on."""
+        """Return the durations of `node_count` nodes (0 s if a node did not begin); None if the step has not ended."""
         found = self.clock.measure(node_count)
         if found is None:
             return None

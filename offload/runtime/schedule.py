@@ -5,7 +5,8 @@ A schedule is made from a recorded step and either `n_tensors` and `lb` (`manual
 
 A step is divided into *nodes*: intervals, numbered in the order of the recorded step. Node 0 begins with the step, and
 each node ends where the next one begins. In forward, a node begins after each pack of a storage that can be swapped. In
-backward, a node begins when a node of autograd's graph unpacks its first saved tensor; this one is a *backward node*.
+backward, a node begins when a node of autograd's graph unpacks its first saved tensor. A node that begins in backward
+is a *backward node*.
 """
 
 from __future__ import annotations
@@ -59,7 +60,9 @@ class Schedule:
     prefetches: tuple[
         tuple[int, int, int], ...
     ]  # (node at whose start the copy-in is queued, first_backward, pack index), in order
-    watched: Mapping[int, int]  # pack index → node, for the packs whose unpack begins a node or uses a moved tensor
+    # pack index → node, for packs whose unpack uses a swapped or recomputed tensor, or begins a backward node (in the
+    # manual mode: one with a prefetch)
+    watched: Mapping[int, int]
     plan: Plan | None = None
     borrowed: bool = False  # from a step with larger inputs
     is_serial: bool = False  # of a reference step in which nothing is computed while a copy runs
@@ -133,7 +136,7 @@ class Schedule:
 
     @property
     def _recorded(self) -> Iterator[int]:
-        """Packs that Python handles if their tensor moves: a recipe reads it, or operators are recorded around it."""
+        """Packs that Python handles if their tensor is swapped: a recipe reads it, or they are in a recorded window."""
         yield from self.sources
         for opens, closes in self.windows:
             yield from range(max(opens, 0), closes + 1)
@@ -227,10 +230,10 @@ def planned_schedule(
 
 
 def serial_schedule(order: StepOrder, plan: Plan, members: Mapping[int, Sequence[int]]) -> Schedule:
-    """Return the schedule of a plan's reference steps. Tensors are copied in few groups, and the step waits for each.
+    """Return the schedule of a plan's reference steps, which show how long nodes take without swapping.
 
-    So nodes take about as long as without swapping: no copy runs during a node. A node right after a copy takes longer,
-    which is why there are few groups (`plan/serial.py`).
+    Tensors are copied in groups, and the step waits for each copy, so that no copy runs during a node. A node right
+    after a copy takes longer, which is why there are few groups (`plan/serial.py`).
 
     Parameters
     ----------
