@@ -75,7 +75,7 @@ def parts(out: Path, site: Path, rehearse: bool) -> list[Part]:
     def frontier(width: int) -> Part:
         name = f"frontier-{width}"
         command = script("frontier", "--width", str(width), part=name)
-        return Part(name, 110, on_device, command, deterministic)
+        return Part(name, 105, on_device, command, deterministic)
 
     every = [
         Part("build", 60, False, (*pip, "--target", str(site), str(ROOT))),

@@ -99,7 +99,7 @@ class StepHooks(HookCore):
 
     `pack` and `unpack` are methods of the base class, in C++. They handle most kept tensors. In a step that follows a
     schedule and runs as recorded, they also handle swapped tensors (`csrc/swap_hooks.cpp`), but none if
-    `Policy.asks_modules` returns True. Of these, `pack` leaves to Python the tensors that are packed while operators are
+    `Policy.asks_modules` returns True. Of these, `pack` leaves to Python those that are packed while operators are
     recorded or that a recipe reads, and `unpack` those that are recomputed. For other tensors they call `pack_due`,
     `pack_candidate`, `unpack_watched` or `unpack_swapped`. They call `pack_failed` or `unpack_failed` if a swap by C++
     fails, and `refuse` if a kept tensor was changed in place. Before `attach` is called, tensors are swapped, but

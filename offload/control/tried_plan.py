@@ -1,0 +1,55 @@
+"""A plan whose slowdown has been measured."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from offload.plan import Plan
+
+__all__ = ["TriedPlan"]
+
+
+@dataclass(frozen=True)
+class TriedPlan:
+    """A plan whose steps have been measured.
+
+    Attributes
+    ----------
+    slowdown
+        Slowdown relative to the computation of reference steps: 0.05 means that a step took 5 % longer.
+    error
+        Margin of error of `slowdown`: `Limits.standard_errors` times its standard error (`Frontier._error`).
+    slowdown_max
+        The plan keeps `max_slowdown` if this is at most `max_slowdown`: see `Frontier._slowdown_max`.
+    reference_steps
+        Number of reference steps from which `slowdown` was computed.
+    unexplained_seconds
+        Measured step time minus the computation time of reference steps, minus the recomputation, waits and hook time
+        that the plan predicts. It is taken as the time by which copies and the recording of operators slowed the
+        computation. A plan's predicted recomputation includes an assumed time for recording operators
+        (`recompute_byte_seconds` for each recomputed byte). This part is not subtracted.
+    """
+
+    plan: Plan
+    slowdown: float
+    reference_steps: int
+    slowdown_max: float
+    unexplained_seconds: float = 0.0
+    error: float = 0.0
+
+    @property
+    def in_words(self) -> str:
+        """The slowdown and its margin of error, in per cent."""
+        return f"{max(self.slowdown, 0.0):.1%} ± {self.error:.1%}"
+
+    @property
+    def saved_bytes(self) -> int:
+        """By how much the plan lowers the peak."""
+        return self.plan.unswapped_peak_bytes - self.plan.peak_bytes
+
+    @property
+    def moved_bytes(self) -> int:
+        """Bytes that the plan copies out or recomputes."""
+        tensors = {tensor.id: tensor for tensor in self.plan.trace.tensors}
+        copied = sum(tensors[swap.id].copied_bytes for swap in self.plan.swaps)
+        return copied + sum(tensors[row.id].bytes for row in self.plan.recomputes)
