@@ -24,7 +24,7 @@ def main() -> int:
     parser.add_argument("--rehearse", action="store_true", help="changes nothing here")
     results = ResultFile(parser.parse_args().json)
     results.set("machine", machine.describe())
-    results.set("offload", {"version": offload.__version__, "core": str(_core.__file__)})
+    results.set("offload", {"version": offload.__version__})
     seen = {"torch": torch.cuda.device_count(), "offload": _core.cuda_device_count()}
     results.set("device_count", seen)
     if seen["torch"] != seen["offload"]:

@@ -51,7 +51,8 @@ NOTES = {
     "settling": "Plain training and offload with default settings train the same batches, step by step in turn.",
     "targets": "*Growth* is the memory that training adds to the process after model and optimizer are loaded.",
     "gpu": """*Peer better*: no setting of offload needs as little memory and as little time as this way. Copies:
-offload reaches less than 97 % of its speed. In the first run, plans were made from predictions alone.""",
+offload reaches less than 97 % of its speed. In the first run, plans were made from predictions alone. All runs
+were ended by a time limit of about two minutes, so they lack some ways.""",
     "simulated": "*Peer better*: no setting of offload needs as little memory and as little time as this way.",
 }
 ABOUT = """Memory and step time of training with `offload`, beside training without it (*plain*) and beside other ways

@@ -158,11 +158,13 @@ def largest_row(row: Mapping[str, Any], base: Mapping[str, Any]) -> Row:
         reason = row.get("inapplicable") or f"failed: {row['error']}"
         return Row(key, [row["name"], *["–"] * 4, reason], ours=bool(row.get("ours")))
     over, cost = "–", "–"
+    has_seconds = bool(row.get("step_seconds")) and not row.get("cut_short")  # else not those of the largest
     if base.get("largest"):
         over = f"{row['largest'] / base['largest']:.1f} ×"
-        if row.get("step_seconds") and base.get("step_seconds"):
+        if has_seconds and base.get("step_seconds"):
             each = row["step_seconds"] / row["largest"]
             cost = f"{each / (base['step_seconds'] / base['largest']):.2f} ×"
-    seconds = f"{row['step_seconds']:.2f} s" if row.get("step_seconds") else "–"
-    return Row(key, [row["name"], str(row["largest"]), over, seconds, cost, row.get("cut_short", "")],
+    seconds = f"{row['step_seconds']:.2f} s" if has_seconds else "–"
+    largest = f"≥ {row['largest']}" if row.get("cut_short") else str(row["largest"])
+    return Row(key, [row["name"], largest, over, seconds, cost, row.get("cut_short", "")],
                ours=bool(row.get("ours")))  # fmt: skip

@@ -13,7 +13,7 @@ EQUAL = "bit-equal"
 GRADIENTS = "gradients"
 SMALL = "small "  # begins the keys of rows that pytest-benchmark measured, at a small size
 NETWORKS = {"gpt": "GPT", "gpt, the demo": "GPT of the demo", "lstm": "LSTM", "resnet": "ResNet", "unet": "U-Net",
-            "vit": "ViT", "gpt, width 2048": "GPT on a GPU",
+            "vit": "ViT", "gpt, width 2048": "GPT on a GPU", "gpt, width 4096": "Wider GPT on a GPU",
             "gpt, width 2048, first run": "GPT on a GPU, first run"}  # fmt: skip
 
 
