@@ -262,8 +262,8 @@ def _enable(
     moves_state = optimizer_state is True or is_planned
     make_own = partial(make_engine, device, options)
     used, min_nbytes = optimizers if moves_state or in_backward else (), options.min_tensor_bytes
-    how = {"in_backward": in_backward, "moves_gradients": moves_gradients, "is_planned": is_planned}
-    states = StateMovers(model, used, make_own, min_nbytes, moves_state=moves_state, **how)
+    how: dict[str, Any] = {"in_backward": in_backward, "moves_gradients": moves_gradients, "is_planned": is_planned}
+    states = StateMovers(model, used, make_own, min_nbytes, moves_state=moves_state, limit_bytes=limit, **how)
     mover = None
     try:
         if moved:

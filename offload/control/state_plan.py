@@ -15,6 +15,7 @@ from offload.control.limits import Limits
 from offload.control.planned_step import PlannedStep
 from offload.control.refusal import GradientKnob, explained
 from offload.optimizer_state import mover
+from offload.optimizer_state.divisible import why_it_stays
 from offload.optimizer_state.gradient_mover import why_all_gradients_stay
 from offload.optimizer_state.in_backward import is_known_to_step_in_backward
 from offload.optimizer_state.movers import MovableChunk, StateMovers
@@ -168,7 +169,7 @@ class StatePlanner:
             return []
         found = []
         moves_all = bool(states.counts) and not states.is_planned
-        stays = [each.stays for each in states.counts] if states.counts else map(mover.why_it_stays, optimizers)
+        stays = [each.stays for each in states.counts] if states.counts else map(why_it_stays, optimizers)
         if all(why in ("", mover.STAYS_BY_PLAN) for why in stays):
             name = "gradients=True" if moves_all else "gradients=True with optimizer_state=True"
             nbytes_max = self._held.gradient_bytes_max(self._options.min_tensor_bytes)

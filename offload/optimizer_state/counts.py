@@ -60,10 +60,26 @@ class StateCounts(_MovedCounts):
         Tensors that stay because other code holds them, or views of them.
     failed : int
         Tensors that stayed because writing them failed; `failure` is the latest error.
+    divided_steps : int
+        Steps with all state in memory that updated few parameters at a time, because the temporary tensors of a whole
+        step might exceed `memory_limit`. If such a step could not be divided, `undivided_because` says why.
     """
 
     whole_steps: int = 0
     whole_because: str = ""
+    divided_steps: int = 0
+    undivided_because: str = ""
+
+    def note_step(self, why_whole: str, *, is_at_rest: bool) -> None:
+        """Count a step. `why_whole`: why it is not divided; `is_at_rest`: all state stays in memory."""
+        if is_at_rest:
+            self.divided_steps += not why_whole
+            self.undivided_because = why_whole
+            return
+        self.steps += 1
+        if why_whole:
+            self.whole_steps += 1
+            self.whole_because = why_whole
 
     def __str__(self) -> str:
         if self.stays:
@@ -82,6 +98,16 @@ class StateCounts(_MovedCounts):
             yield (
                 f"all state of {self.optimizer} was in memory during {self.whole_steps} of {self.steps} steps: "
                 f"{self.whole_because}"
+            )
+        if self.divided_steps:
+            yield (
+                f"{self.divided_steps} steps of {self.optimizer} were divided, because its temporary tensors might "
+                "exceed memory_limit; with fused=True there are none"
+            )
+        if self.undivided_because:
+            yield (
+                f"the temporary tensors of {self.optimizer} may exceed memory_limit, and its step cannot be divided: "
+                f"{self.undivided_because}; give it fused=True or foreach=False"
             )
 
 

@@ -5,14 +5,30 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 from torch.optim import LBFGS, Optimizer
 
 from offload.torch_compat.optimizers import is_own_step, steps_through_hooks
 
-__all__ = ["why_its_kind_is_not_divided", "why_not_divided"]
+__all__ = ["HELD_ONCE", "why_it_stays", "why_its_kind_is_not_divided", "why_not_divided"]
+
+_SAMPLE = SimpleNamespace(state={})
+HELD_ONCE = sys.getrefcount(_SAMPLE.state)  # reference count of an attribute's value that no other code holds
+
+
+def why_it_stays(optimizer: Optimizer) -> str:
+    """Return why no state of an optimizer can be moved; empty if state can be."""
+    why = why_its_kind_is_not_divided(optimizer)
+    if not why and sys.getrefcount(optimizer.state) > HELD_ONCE:
+        return (
+            "other code, such as an optimizer that wraps it, holds its `state` dictionary; moving state replaces this "
+            "dictionary, and the other code would keep the old one"
+        )
+    return why
 
 
 def why_its_kind_is_not_divided(optimizer: Optimizer) -> str:

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from offload.optimizer_state import mover
 from offload.optimizer_state.chunks import is_known, split
+from offload.optimizer_state.divisible import why_it_stays
 from offload.optimizer_state.streamed_state import StreamedState
 from offload.torch_compat.optimizers import is_own_step, step_behind_hooks
 from offload.torch_compat.tensors import local_of
@@ -77,7 +78,7 @@ def forecast(optimizer: Optimizer, leaves: Callable[[dict[Any, Any], Any], bool]
         Called with the state of one parameter and a name in it; returns whether this value can leave memory.
     """
     is_away = isinstance(optimizer.state, StreamedState) and optimizer.state.is_moved
-    stays = "it is moved already" if is_away else mover.why_it_stays(optimizer)
+    stays = "it is moved already" if is_away else why_it_stays(optimizer)
     leaving = {} if stays else _leaving(optimizer, leaves)
     if not any(leaving.values()):
         return StateForecast(stays=stays or "its tensors are smaller than min_tensor_bytes, or other code holds them")

@@ -12,7 +12,6 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -23,18 +22,19 @@ from torch.utils.hooks import RemovableHandle
 from offload.optimizer_state import gradients_in_step
 from offload.optimizer_state.chunks import ChunkedStep, is_known, split, stepping_nothing
 from offload.optimizer_state.counts import StateCounts
-from offload.optimizer_state.divisible import why_its_kind_is_not_divided, why_not_divided
+from offload.optimizer_state.divisible import HELD_ONCE, why_it_stays, why_not_divided
 from offload.optimizer_state.loading import defer
 from offload.optimizer_state.separable import is_separable
 from offload.optimizer_state.share import Passes, Share
 from offload.optimizer_state.streamed_state import SPILL_FIRST, StreamedState
+from offload.optimizer_state.update_room import UpdateRoom, step_divided
 from offload.optimizer_state.write_behind import WriteBehind
 from offload.runtime.engine import Engine
 from offload.torch_compat.compiled import opaque, untraced
 from offload.torch_compat.optimizers import step_behind_hooks
 from offload.torch_compat.tensors import local_of
 
-__all__ = ["StateMover", "why_it_stays"]
+__all__ = ["StateMover"]
 
 log = logging.getLogger("offload")
 
@@ -45,9 +45,6 @@ AHEAD_BYTES = 64 << 20  # copy-ins, also of gradients, that were started for lat
 BEHIND_BYTES = 64 << 20  # copy-outs that have not ended
 
 STAYS_BY_PLAN = "steps stay within memory_limit without swapping out this state"
-_SAMPLE = SimpleNamespace(state={})
-_HELD_ONCE = sys.getrefcount(_SAMPLE.state)  # reference count of an attribute's value that no other code holds
-
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
@@ -67,6 +64,8 @@ class StateMover:
         them.
     moved
         Identities of the parameters whose state leaves memory; None for all.
+    limit_bytes
+        The memory limit. If the temporaries of a step would exceed it, the step is divided even if all state stays.
     steps
         Whether the mover runs the optimizer's steps, in chunks. If not, `StepInBackward` updates the parameters, and
         calls the mover to bring in and move out their state.
@@ -87,6 +86,7 @@ class StateMover:
         passes: Passes | None = None,
         *,
         moved: frozenset[int] | None = None,
+        limit_bytes: int | None = None,
         steps: bool = True,
     ) -> None:
         self.counts = StateCounts(type(optimizer).__name__, why_it_stays(optimizer))
@@ -99,6 +99,7 @@ class StateMover:
         self._behind = behind or WriteBehind()
         self.share = Share(engine, passes or Passes())
         self.share.moved = moved
+        self._room = UpdateRoom(engine.device, limit_bytes)
         self._hooks: list[RemovableHandle] = []
         if self.counts.stays:
             return
@@ -183,7 +184,7 @@ class StateMover:
             self._fetch_all(state)
             self._state = None
             state.is_moved = False
-            if sys.getrefcount(optimizer.state) == _HELD_ONCE + 1:  # no other code holds it
+            if sys.getrefcount(optimizer.state) == HELD_ONCE + 1:  # no other code holds it
                 optimizer.state = defaultdict(dict, dict.items(state))
 
     def _leave(self, state: StreamedState, key: Any, need: int) -> None:
@@ -229,25 +230,28 @@ class StateMover:
         if self.share.is_empty and self._state is not None:
             self._bring_back(optimizer)
             self.counts.stays, self.counts.nbytes, self.counts.tensors = STAYS_BY_PLAN, 0, 0
-        if self.rests:
+        closure, is_at_rest = args[1] if len(args) > 1 else kwargs.get("closure"), self.rests
+        has_closure = closure is not None
+        chunk_bytes = self._room.chunk_bytes(optimizer, has_closure=has_closure) if is_at_rest else CHUNK_BYTES
+        if chunk_bytes is None:
             return None
-        state, step = self._streamed(optimizer), step_behind_hooks(optimizer)
-        self.engine.collect()
-        self.counts.steps += 1
+        step = step_behind_hooks(optimizer)
         why_whole = self._why_whole(optimizer, step, args, kwargs)
-        if why_whole:
-            self.counts.whole_steps += 1
-            self.counts.whole_because = why_whole
-            self._fetch_all(state)
+        self.counts.note_step(why_whole, is_at_rest=is_at_rest)
+        if not is_at_rest:
+            self._streamed(optimizer)
+            self.engine.collect()
+        if why_whole and not is_at_rest:
+            self._fetch_all(self._known)
             gradients_in_step.bring_back(each for group in optimizer.param_groups for each in group["params"])
+        if why_whole:
             return None
-        closure = args[1] if len(args) > 1 else kwargs.get("closure")
         grad_mode = torch.is_grad_enabled()
 
         def step_in_chunks() -> Any:
             loss = closure() if closure is not None else None
             with torch.set_grad_enabled(grad_mode):
-                untraced(self._step_now, optimizer, step)
+                untraced(self._step_now, optimizer, step, chunk_bytes)
             return loss
 
         # The class's step function gets a stand-in without parameters, so that it only calls the closure. It does so
@@ -271,11 +275,13 @@ class StateMover:
         has_closure = len(args) > 1 or kwargs.get("closure") is not None
         return "it may call its closure more than once" if has_closure and not is_known(optimizer) else ""
 
-    def _step_now(self, optimizer: Optimizer, step: Callable[..., Any]) -> None:
-        if self._hooks:
-            self._step(self._streamed(optimizer), ChunkedStep(optimizer, step))
-        else:  # the closure or a hook has closed this mover since the step began
+    def _step_now(self, optimizer: Optimizer, step: Callable[..., Any], chunk_bytes: int) -> None:
+        if not self._hooks:  # the closure or a hook has closed this mover since the step began
             step(optimizer)
+        elif self.rests:
+            step_divided(optimizer, step, chunk_bytes)
+        else:
+            self._step(self._streamed(optimizer), ChunkedStep(optimizer, step))
 
     # -- for `StepInBackward` -----------------------------------------------------------------------------------------
 
@@ -387,14 +393,3 @@ class StateMover:
         state = self._streamed(optimizer)
         for need, key in enumerate(state.owned()):
             self._leave(state, key, need)
-
-
-def why_it_stays(optimizer: Optimizer) -> str:
-    """Return why no state of an optimizer can be moved; empty if state can be."""
-    why = why_its_kind_is_not_divided(optimizer)
-    if not why and sys.getrefcount(optimizer.state) > _HELD_ONCE:
-        return (
-            "other code, such as an optimizer that wraps it, holds its `state` dictionary; moving state replaces this "
-            "dictionary, and the other code would keep the old one"
-        )
-    return why

@@ -13,12 +13,14 @@ from torch.optim import Optimizer
 from offload.optimizer_state import mover as one
 from offload.optimizer_state.chunks import split
 from offload.optimizer_state.counts import GradientCounts, StateCounts
+from offload.optimizer_state.divisible import why_it_stays
 from offload.optimizer_state.gradient_mover import GradientMover
 from offload.optimizer_state.in_backward import BackwardCounts, StepInBackward, check_in_backward
 from offload.optimizer_state.mover import StateMover
 from offload.optimizer_state.share import Passes
 from offload.optimizer_state.state_tensor import is_movable
 from offload.optimizer_state.streamed_state import StreamedState
+from offload.optimizer_state.update_room import STATE_MOST
 from offload.optimizer_state.write_behind import WriteBehind
 from offload.runtime.engine import Engine
 from offload.torch_compat.compiled import untraced
@@ -29,7 +31,6 @@ __all__ = ["MovableChunk", "NameOf", "StateMovers"]
 # The planner gets the state of an optimizer in chunks of up to 1/512 of it, or up to CHUNK_BYTES if that is more. A
 # parameter with more state is a chunk of its own.
 _CHUNKS_MAX = 512
-_STATE_MOST = 3  # no optimizer of torch has more state than this many times the bytes of its parameters
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,8 @@ class StateMovers:
         Whether parameters are updated in backward. Not with `is_planned`.
     moves_gradients
         Whether gradients leave too. Only with `moves_state`, and with neither `in_backward` nor `is_planned`.
+    limit_bytes
+        The memory limit; with `is_planned`.
     is_planned
         Whether a plan chooses which state moves, for these optimizers and for others that step the model's parameters.
         Until there is a plan, all state of these optimizers moves.
@@ -103,6 +106,7 @@ class StateMovers:
         moves_state: bool = True,
         in_backward: bool = False,
         moves_gradients: bool = False,
+        limit_bytes: int | None = None,
         is_planned: bool = False,
     ) -> None:
         self.counts: list[StateCounts] = []
@@ -116,6 +120,7 @@ class StateMovers:
         self._gradient_movers: list[weakref.ref[GradientMover]] = []
         self._make_engine = make_engine
         self._min_nbytes = min_nbytes
+        self._limit_bytes = limit_bytes
         self._is_closed = False
         self._moved: frozenset[int] | None = None
         self._pid = os.getpid()
@@ -197,7 +202,7 @@ class StateMovers:
         self, optimizer: Optimizer, engine: Engine, moved: frozenset[int] | None, *, steps: bool = True
     ) -> StateMover:
         about = (engine, self._min_nbytes, NameOf(self._model), self._behind, self.passes)
-        mover = StateMover(optimizer, *about, moved=moved, steps=steps)
+        mover = StateMover(optimizer, *about, moved=moved, limit_bytes=self._limit_bytes, steps=steps)
         self._movers.append(weakref.ref(mover))
         self.counts.append(mover.counts)
         return mover
@@ -211,12 +216,11 @@ class StateMovers:
         if _mover_of(optimizer) is not None or _is_used(optimizer):
             return  # it belongs to an enabled model already: another one or this one
         nbytes = sum(local_of(param).nbytes for group in optimizer.param_groups for param in group["params"])
-        stays = self._moved is not None or self.has_room(_STATE_MOST * nbytes)
+        stays = self._moved is not None or self.has_room(STATE_MOST * nbytes)
         try:
             self._add(optimizer, self._make_engine(), frozenset() if stays else None)
         except (OSError, RuntimeError, MemoryError) as error:
-            counts = StateCounts(type(optimizer).__name__, f"its state cannot be swapped out: {error}")
-            self.counts.append(counts)
+            self.counts.append(StateCounts(type(optimizer).__name__, f"its state cannot be swapped out: {error}"))
 
     def look(self) -> None:
         """Bring the counts up to date."""
@@ -259,7 +263,7 @@ class StateMovers:
 
     def movable_bytes(self, optimizers: Iterable[Optimizer]) -> int:
         """Return how many bytes of state could be moved, for optimizers whose state is not moved now."""
-        states = [state for each in optimizers if not one.why_it_stays(each) for state in dict.values(each.state)]
+        states = [state for each in optimizers if not why_it_stays(each) for state in dict.values(each.state)]
         return sum(
             local_of(value).nbytes
             for state in states
@@ -321,9 +325,8 @@ class StateMovers:
 
 def _chunks(mover: StateMover, min_nbytes: int, names: dict[int, str]) -> Iterator[MovableChunk]:
     sizes = {param: nbytes for param in _params(mover) if (nbytes := _movable_nbytes(mover, param, min_nbytes))}
-    nbytes_max = max(one.CHUNK_BYTES, sum(sizes.values()) // _CHUNKS_MAX)
-    if mover.counts.whole_steps:  # all state is in memory during a step
-        nbytes_max = sum(sizes.values())
+    every_bytes = sum(sizes.values())  # if a step cannot be divided, all state is in memory during it
+    nbytes_max = every_bytes if mover.counts.whole_steps else max(one.CHUNK_BYTES, every_bytes // _CHUNKS_MAX)
     for params in split(sizes, sizes.__getitem__, nbytes_max):
         ends = (params[0], params[-1]) if len(params) > 1 else (params[0],)
         name = " … ".join(names.get(id(each), f"a parameter of shape {list(each.shape)}") for each in ends)

@@ -26,6 +26,7 @@ MARKED_GPU = (
     "test_gpu_planned",
     "test_gpu_store",
     "test_gpu_training",
+    "test_gpu_update_room",
     "test_oom",
     "test_timeline",
     "test_torch_compat",
