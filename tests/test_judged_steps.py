@@ -145,8 +145,7 @@ def judged_after(ratios, limits=LIMITS, *, allowed=ALLOWED):
         ([1.06] * 8, 0.06, 3, False),
         ([1.1, 1.14, 1.12] * 3, 0.12, 3, False),
         ([0.96, 1.08, 1.02, 1.0] * 2, 0.01, 4, True),
-        ([ratio - 0.01 for ratio in UNCERTAIN], 0.03, 8, True),
-        ([ratio + 0.005 for ratio in UNCERTAIN], 0.045, 8, False),
+        (UNCERTAIN, 0.04, 8, False),
         ([1.0, 1.1], None, 2, None),
         ([1.01, 1.01, 1.3] + [1.01] * 5, 0.01, 3, True),
         ([1.01, 1.3, 1.08] + [1.01] * 5, 0.01, 5, True),
@@ -154,10 +153,7 @@ def judged_after(ratios, limits=LIMITS, *, allowed=ALLOWED):
     ],
 )
 def test_steps_are_measured_until_noise_can_be_told_from_the_slowdown(ratios, slowdown, count, kept):
-    """A plan keeps `max_slowdown` if its slowdown plus the margin of error does.
-
-    If the margin stays wide, the plan keeps it if its slowdown is well below.
-    """
+    """A plan keeps `max_slowdown` only if its slowdown plus the margin of error does."""
     frontier, found, steps = judged_after(ratios)
     assert (found, steps) == (pytest.approx(slowdown) if slowdown is not None else None, count)
     assert (frontier.best(ALLOWED) is not None) == bool(kept)
@@ -170,14 +166,6 @@ def test_without_the_margin_a_lucky_plan_is_kept():
     frontier, slowdown, count = judged_after(UNCERTAIN, limits)
     assert (slowdown, count) == (pytest.approx(0.04), 3)
     assert frontier.best(ALLOWED) is not None
-
-
-def test_where_the_margin_is_always_taken_noise_alone_makes_a_plan_too_slow():
-    """A mutant: `aim` so small that it bounds no margin."""
-    ratios = [ratio - 0.01 for ratio in UNCERTAIN]
-    frontier, slowdown, count = judged_after(ratios, replace(LIMITS, aim=1e-9))
-    assert (slowdown, count) == (pytest.approx(0.03), 8)
-    assert frontier.best(ALLOWED) is None
 
 
 def test_a_program_that_starts_is_seen_in_the_last_reference_steps():

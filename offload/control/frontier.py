@@ -262,19 +262,8 @@ class Frontier:
         self.searched += 2 * count
         self.tried = [each for each in self.tried if each.plan is not plan]
         unexplained = taken - compute - explained
-        slowdown_max = self._slowdown_max(slowdown, error, is_last=count >= self.limits.judged_steps)
-        self.tried.append(TriedPlan(plan, slowdown, len(self.references), slowdown_max, unexplained, error))
+        self.tried.append(TriedPlan(plan, slowdown, len(self.references), unexplained, error))
         return slowdown
-
-    def _slowdown_max(self, slowdown: float, error: float, *, is_last: bool) -> float:
-        """Return the slowdown plus its margin of error; if no more steps are measured, at most 1 / `aim` of it.
-
-        Where steps vary so much that the margin alone exceeds `max_slowdown`, every plan would otherwise count as too
-        slow. Such a plan is kept if its slowdown is at most `aim` × `max_slowdown`. If it is too slow all the same,
-        `is_broken` notices.
-        """
-        least = slowdown + error
-        return min(least, max(slowdown, slowdown / self.limits.aim)) if is_last else least
 
     def _error(self, steps: Sequence[StepCost]) -> float:
         """Return the margin of error of the slowdown.

@@ -19,8 +19,6 @@ class TriedPlan:
         Slowdown relative to the computation of reference steps: 0.05 means that a step took 5 % longer.
     error
         Margin of error of `slowdown`: `Limits.standard_errors` times its standard error (`Frontier._error`).
-    slowdown_max
-        The plan keeps `max_slowdown` if this is at most `max_slowdown`: see `Frontier._slowdown_max`.
     reference_steps
         Number of reference steps from which `slowdown` was computed.
     unexplained_seconds
@@ -33,9 +31,13 @@ class TriedPlan:
     plan: Plan
     slowdown: float
     reference_steps: int
-    slowdown_max: float
     unexplained_seconds: float = 0.0
     error: float = 0.0
+
+    @property
+    def slowdown_max(self) -> float:
+        """The slowdown plus its margin of error. The plan keeps `max_slowdown` if this is at most `max_slowdown`."""
+        return self.slowdown + self.error
 
     @property
     def in_words(self) -> str:
