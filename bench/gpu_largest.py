@@ -70,7 +70,7 @@ def measure(contestant: Contestant, first: int, *, rehearse: bool, deadline: flo
     try:
         search(probe, CAP_BYTES, first, tolerance=TOLERANCE)
     except OutOfTime:
-        about["cut_short"] = "the part's time was up"
+        about["cut_short"] = "ended by the time limit"
     except Inapplicable as reason:
         return {**about, "inapplicable": str(reason)}
     except RuntimeError as error:

@@ -37,7 +37,8 @@ APPENDICES = {
     "gpu": ("On a GPU", "training steps, copies and hooks on one GPU"),
 }
 UNITS = """*Plain* is training without any of these ways. *Memory* is what training adds to the memory of the process
-after model and optimizer are loaded, relative to plain training; *time* is the median step, relative to plain steps."""
+after model and optimizer are loaded (on a GPU: to what torch has allocated there), relative to plain training; *time*
+is the median step, relative to plain steps."""
 TERMS = f"""{UNITS} Plain's own time differs from 1 by noise. In brackets are the quartiles of the median step. *Waits*:
 how long computation waits for copies in each step. *Peer better*: no setting of offload needs as little memory and as
 little time as this way. The *tutorial's disk hooks* are those of PyTorch's tutorial on hooks for saved tensors: they
@@ -50,16 +51,26 @@ NOTES = {
     "parts": "*Peer better*: offload reaches less than 97 % of the speed of what it is compared with.",
     "settling": "Plain training and offload with default settings train the same batches, step by step in turn.",
     "targets": "*Growth* is the memory that training adds to the process after model and optimizer are loaded.",
-    "gpu": """*Peer better*: no setting of offload needs as little memory and as little time as this way. Copies:
-offload reaches less than 97 % of its speed. In the first run, plans were made from predictions alone. All runs
-were ended by a time limit of about two minutes, so they lack some ways.""",
+    "gpu": """*Memory* is what training adds to the memory that torch has allocated on the GPU after model and optimizer
+are loaded, relative to plain training; *peak* the same in bytes. *Pinned*: host memory. *Waits*: how long computation
+waits for copies in each step. In brackets are the quartiles of the median step. *offload, max_slowdown 5 %* is the
+default. *Peer better*: no setting of offload needs as little memory and as little time as this way; with copies, the
+swap store reaches less than 97 % of the speed of `Tensor.copy_`. In the first run, plans were made from predictions
+alone. All runs were ended by a time limit of about two minutes, so they lack some ways. Hooks: the additional time per
+saved tensor, compared with a step without hooks; small negative times are noise.""",
     "simulated": "*Peer better*: no setting of offload needs as little memory and as little time as this way.",
 }
 ABOUT = """Memory and step time of training with `offload`, beside training without it (*plain*) and beside other ways
 to save memory. A factor is relative to plain training: 0.50 × memory is half of its memory, 1.05 × time is a step
 that takes 5 % longer. The ways are explained [below](#the-ways)."""
-WAYS = """* *offload, default*: `offload.enable(model)`. It aims at steps at most 5 % slower.
-* *offload, least memory*: the smallest `memory_limit` for which there is a plan.
+WAYS = """* *offload, default*: `offload.enable(model)`. It aims at steps at most 5 % slower. (The networks were measured
+  before plans were judged with a margin of error. Where step times vary, the default [swaps less
+  now](benchmarks/targets.md#is-max_slowdown-kept).)
+* *offload, max_slowdown 25 %*: `offload.enable(model, max_slowdown=0.25)`.
+* *offload, least memory*: the smallest `memory_limit` for which there is a plan. The limit counts tensors, the tables
+  show the process, so another setting may need slightly less.
+* *`n_tensors=-1, lb=4`*: every tensor is swapped, without a plan.
+* *save_on_cpu*: PyTorch's `torch.autograd.graph.save_on_cpu`, which copies every saved tensor and waits for each copy.
 * *Checkpoint per block*: `torch.utils.checkpoint` around each block. It keeps none of the tensors inside a block, and
   runs the block again in backward.
 * *Selective checkpointing*: the same, but results of matrix products, convolutions and attention are kept.

@@ -10,8 +10,8 @@
 // All queued blocks are issued immediately when a large block is queued and when the pool is full. wait_out and
 // prefetch issue the queued blocks up to the one that they need.
 //
-// Callers hold the store's lock. If a lane task gets std::bad_alloc, only the blocks of that task fail; lane tasks
-// throw only DriverError.
+// Callers hold the store's lock. If a transfer fails, each of its blocks is tried alone, and a block that fails again
+// gets the state `failed`. Lane tasks throw nothing but DriverError, as HostDriver::call requires.
 #pragma once
 
 #include <deque>

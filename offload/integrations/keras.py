@@ -36,7 +36,7 @@ class OffloadCallback(Switched, keras.callbacks.Callback):  # type: ignore[misc]
         are not known yet are nan. Default: no figures are added.
     **options
         The arguments of `offload.enable`: `preset`, `memory_limit`, `max_slowdown`, `n_tensors`, `lb`,
-        `min_tensor_bytes`, `exclude`, `host_limit`, `spill_dir`, `recompute`.
+        `min_tensor_bytes`, `exclude`, `host_limit`, `spill_dir`, `recompute`, `parameters`.
 
     Raises
     ------

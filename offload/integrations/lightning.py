@@ -16,7 +16,7 @@ class OffloadCallback(Switched, pl.Callback):  # type: ignore[misc]
     """Enables offload during `Trainer.fit`. Everything is restored when `fit` ends or raises an exception.
 
     Works with automatic and manual optimization, `accumulate_grad_batches` and the DDP strategy. The trainer's loggers
-    get four figures of each step: memory at the peak, memory saved, time stalled and slowdown. Its progress bar shows
+    get five figures of each step: memory at the peak, saved and swapped, time stalled, slowdown. Its progress bar shows
     memory at the peak and slowdown.
 
     Parameters
@@ -26,7 +26,7 @@ class OffloadCallback(Switched, pl.Callback):  # type: ignore[misc]
     **options
         The arguments of `offload.enable`: `preset`, `memory_limit`, `max_slowdown`, `n_tensors`, `lb`,
         `min_tensor_bytes`, `exclude`, `host_limit`, `spill_dir`, `recompute`, `optimizer_state`, `step_in_backward`,
-        `gradients`; `optimizer` is the module's.
+        `gradients`, `parameters`; `optimizer` is the module's.
 
     Raises
     ------

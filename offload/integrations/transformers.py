@@ -107,7 +107,7 @@ class OffloadTrainerCallback(Switched, TrainerCallback):  # type: ignore[misc]
     **options
         The arguments of `offload.enable`: `preset`, `memory_limit`, `max_slowdown`, `n_tensors`, `lb`,
         `min_tensor_bytes`, `exclude`, `host_limit`, `spill_dir`, `recompute`, `optimizer_state`, `step_in_backward`,
-        `gradients`; `optimizer` is the Trainer's.
+        `gradients`, `parameters`; `optimizer` is the Trainer's.
 
     Raises
     ------

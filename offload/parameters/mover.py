@@ -1,7 +1,8 @@
 """Keeps a model's frozen parameters, or all of them, in the swap store while no module uses them.
 
 The session makes one `ParameterMover`. It wraps the forward of each module that has such parameters: before a call, the
-wrapper brings the module's own parameters (not those of its submodules) into memory.
+wrapper brings the module's own parameters (not those of its submodules) into memory. A compiled part is wrapped as a
+whole: before a call, all of its parameters are brought into memory.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ class ParameterCounts:
     held : int
         Parameters that stay because another tensor shares their memory.
     failed : int
-        Parameters that stayed because writing them failed; `failure` is the latest error.
+        How often a parameter stayed because it could not be written; each try counts. `failure` is the latest error.
     is_sharded : bool
         Whether all parameters stay because FSDP shards the model, or a module in it.
     whole : str
@@ -104,7 +105,7 @@ class ParameterCounts:
     def notes(self) -> Iterator[str]:
         """Yield notes for the user."""
         if self.failed:
-            yield f"{self.failed} parameters stayed because writing them failed: {self.failure}"
+            yield f"parameters stayed {self.failed} times because they could not be written: {self.failure}"
         if self.held:
             yield f"{self.held} parameters stay because another tensor shares their memory"
         if not self.tensors and (self.is_sharded or not self.held):
@@ -133,7 +134,7 @@ class ParameterMover:
         The name of a parameter, for errors.
     memory_limit
         Memory limit of the model, in bytes. The bytes read ahead and the bytes being written are limited to small
-        shares of it.
+        shares of it, but one parameter is always read ahead.
     also_trained
         Whether trained parameters leave, and not only frozen ones.
     """
@@ -338,7 +339,7 @@ class ParameterMover:
         Raises
         ------
         ParameterError
-            Some parameters cannot be read and are still away. The next call tries again.
+            A parameter cannot be read. It and those after it are still away. The next call tries again.
         """
         if os.getpid() != self._pid:  # in a forked child the store is that of its parent
             return

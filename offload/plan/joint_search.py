@@ -1,9 +1,10 @@
 """Searches for the set of tensors to recompute; for each set, `swap_search` chooses the tensors to swap.
 
 Recomputing some tensors of a step gives another step (`recompute`), whose swaps are planned as those of any step. If
-there are few candidates, every set is tried. Otherwise the cheapest tensors are dropped first, as many as the limit
-allows, and prefixes of this order are compared; this is done for three measures of cost. Local search then adds,
-removes and exchanges dropped tensors, mostly close to a stall.
+there are few candidates, every set is tried. Otherwise tensors are dropped one after the other, the cheapest first. A
+tensor is left out if no plan could then keep the limit, because of the memory that its recomputation takes. Prefixes of
+this order are compared; this is done for three measures of cost. Local search then adds, removes and exchanges dropped
+tensors at random; about half of those that it adds are close to a stall.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ _CLOSE = 0.005  # if the gap is at most this, no further order is tried
 _GAIN = 1e-4  # relative gain in step time; a smaller one counts as none
 _FIRST_PREFIXES = (1.0, 0.75, 0.5, 0.25)
 _RANKINGS = 3  # after some changes of the dropped set, this many of `rankings` give a `minimal_set` of swaps to try
-_NEAR = 0.1  # share of the nodes: a tensor within this distance of a stall counts as close to it
+_NEAR = 0.1  # share of the nodes: a tensor is close to a stall if it is used so near to the use that waits
 _IDLE_MAX = 300  # consecutive changes without an improvement; then the search starts again near the best set
 _KICKS = 6  # random changes from the best set to the new start
 _KICK_SLOWDOWN = 1.1  # step time of the new start, at most, relative to the best one
@@ -261,7 +262,10 @@ class _JointSearch:
         return step if int(step.headroom(range(step.count), self.limit_bytes).min()) >= 0 else None
 
     def _changed(self, best: JointPlacement) -> frozenset[int]:
-        """Return the dropped set of `best`, with one or two tensors changed at random. Unchanged if none can be."""
+        """Return the dropped set of `best`, with one or two tensors changed at random.
+
+        Unchanged if the kind of change that was drawn is not possible.
+        """
         rng = self.random
         dropped = set(best.dropped)
         more = self._addable(best)
@@ -282,8 +286,8 @@ class _JointSearch:
     def _addable(self, best: JointPlacement) -> list[int]:
         """Return candidates that may be dropped in addition.
 
-        They are chosen at random: all candidates that are not dropped or only the swapped ones, and of these either all
-        or only those near a stall.
+        It is random which are returned: all that are not dropped, or only those that are swapped; and of these all, or
+        only those near a stall.
         """
         rng = self.random
         among = set(best.swapped) if rng.random() < 0.6 else set(self.candidates) - best.dropped

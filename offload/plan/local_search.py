@@ -18,11 +18,11 @@ __all__ = ["Neighbourhood", "SearchBudget", "delay_prefetches", "improve"]
 _EARLY = 4.0  # a safety factor with which copy-ins are queued much earlier than necessary
 _SAFETY_FACTORS = (1.0, 1.0, _EARLY)
 _DELAY_SHARE = 0.2  # share of the changes that delay a prefetch
-_NEAR = 10  # positions in a copy queue that count as close to a stall
+_NEAR = 10  # positions in a copy queue: a tensor to remove is so close to a stall, one to add up to three times as far
 _REPAIRS_MAX = 40  # tensors added to bring one change within the limit
 _PRUNINGS_MAX = 40  # tensors tried for removal after one change
-_DELAYS_MAX = 8  # delayed tensors in one placement
-_IDLE_MAX = 400  # consecutive changes that give no new set; then the search ends
+_DELAYS_MAX = 8  # rounds of `delay_prefetches`, each of which delays at most one more tensor
+_IDLE_MAX = 400  # consecutive changes that give neither a new set nor a delay; then the search ends
 
 
 @dataclass(slots=True)
@@ -79,10 +79,10 @@ def improve(
 
     Notes
     -----
-    A change removes one or two tensors from the set or adds one, close to a stall or anywhere. It then adds tensors
-    until the set stays within the limit, and in half of the cases removes tensors that the limit does not require. One
-    change in five delays a prefetch instead, so that another tensor can be prefetched earlier. A placement that is as
-    fast as the current one is accepted too, so that the search can cross plateaus.
+    A change removes up to two tensors from the set, adds one, or does both, close to a stall or anywhere. It then adds
+    tensors until the set stays within the limit, and in half of the cases removes tensors that the limit does not
+    require. One change in five delays a prefetch instead, so that another tensor can be prefetched earlier. A placement
+    that is as fast as the current one is accepted too, so that the search can cross plateaus.
     """
     near = Neighbourhood(step, limit_bytes, random.Random(seed))
     near.move_to(placement)
@@ -118,7 +118,9 @@ def improve(
 def delay_prefetches(
     step: Step, limit_bytes: int, placement: SwapPlacement, cutoff_seconds: float, budget: SearchBudget
 ) -> SwapPlacement:
-    """Return a placement of the same tensors that is at least as fast, with some prefetches delayed.
+    """Return a placement that is at least as fast: with some prefetches delayed, or with copy-ins queued earlier.
+
+    It has the same tensors, without those that then save no memory.
 
     Parameters
     ----------

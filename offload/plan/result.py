@@ -165,7 +165,9 @@ class Plan:
         )
 
     def explain(self) -> str:
-        """Return the summary, then lines on optimizer state that moves, then a line for each tensor, with the reason.
+        """Return the summary, then lines on optimizer state that moves, then a line for each tensor.
+
+        The line says when the tensor is copied, how it is recomputed, or why it is kept.
 
         If tensors are swapped, one line says what the step takes on a slower link.
 

@@ -39,7 +39,7 @@ SPREAD_MAX = 2.0  # a link is steady if its `spread` is at most this
 OTHERS_FRACTION_MAX = 0.1  # share of the CPU time; if other programs use more, the result is not cached
 
 
-_not_written: dict[Path, tuple[float, Calibration]] = {}  # (time, result) measured on a busy machine
+_not_written: dict[Path, tuple[float, Calibration]] = {}  # (time, result) of measurements that were not cached
 
 
 @dataclass(frozen=True)
@@ -142,10 +142,11 @@ def calibrate(
 ) -> Calibration:
     """Measure how fast `store` copies out of `device` and back, or return a cached result of the last 15 minutes.
 
-    Blocks of up to 16 MiB are copied through the engine, at most two in flight per direction: first in each direction
-    alone, then in both at once. Blocks are smaller than 16 MiB if an eighth of the host limit (without a GPU: of the
-    free disk space) is less than that, if four such blocks need more than `room_bytes`, or if the copy-out of one block
-    takes longer than 50 ms. The measurement takes about a second. `store.stats()` counts these copies too.
+    Up to 32 copies of 4 KiB at once show the latency. Then blocks of up to 16 MiB are copied through the engine, at
+    most two in flight per direction: first in each direction alone, then in both at once. Blocks are smaller than 16
+    MiB if an eighth of the host limit (without a GPU: of the free disk space) is less than that, if four such blocks
+    need more than `room_bytes`, or if the copy-out of one block takes longer than 50 ms. The measurement takes about a
+    second. `store.stats()` counts these copies too.
 
     Parameters
     ----------
@@ -160,7 +161,7 @@ def calibrate(
         is cached.
     cache_dir
         Folder of the cached results. Default: ``offload`` in ``$XDG_CACHE_HOME`` or in ``~/.cache``. If it
-        cannot be written, the next process measures again. A result is not written if other programs used more than
+        cannot be written, the next call measures again. A result is not written if other programs used more than
         10 % of the CPU time during the measurement, or if the system does not report their use.
     room_bytes
         How much memory of `device` the measurement may use. Default: what 16 MiB blocks need.
@@ -168,7 +169,7 @@ def calibrate(
     Returns
     -------
     Calibration
-        Medians over six rounds, or fewer on a slow link, and lower quartiles.
+        Medians and lower quartiles over six rounds, or fewer on a slow link, and the least CPU time of a round.
 
     Raises
     ------
@@ -229,7 +230,7 @@ def measure_link(device: torch.device, options: Options, room_bytes: int | None 
 
 
 def forget_disturbed() -> None:
-    """Forget results that were measured while other programs used the processors.
+    """Forget results that were not cached, because other programs used the processors or their use is unknown.
 
     The controller calls this as soon as the steps of a plan have been measured, because their copies show the speed of
     the link. Only this process has used these results: they were not written to the cache.

@@ -72,7 +72,7 @@ class Recorder:
         return None
 
     def need(self, pack_index: int) -> int:
-        """Return an estimate of the spill priority: tensors that are saved later are needed sooner."""
+        """Return an estimate of how late backward needs the tensor: sooner if it is saved later."""
         return 2**32 - pack_index
 
     def swapped(self, pack_index: int, slot: SwappedStorage, tensor: torch.Tensor) -> None:
@@ -147,7 +147,7 @@ class Profile:
     held
         Bytes in use before the step.
     knows_temporaries
-        Whether allocations could be recorded.
+        Whether all allocations of the step were recorded, to its end.
     made_gradient_bytes
         The bytes of gradients that this step allocated, in its last node too.
     """

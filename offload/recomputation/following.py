@@ -40,7 +40,7 @@ __all__ = ["FollowingRecorder"]
 
 @dataclass(slots=True)
 class _Own:
-    """Values of one operator that may differ from the template: arguments except tensors, random state, settings."""
+    """Values of one operator that may differ from the template: non-tensor arguments, random state, settings."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -51,7 +51,8 @@ class _Own:
 class FollowingRecorder(OperatorFollower, OperatorRecorder):  # type: ignore[no-untyped-call]
     """A recorder that follows a template: it compares each operator with its line, and binds labels.
 
-    Torch calls the C++ base class. It runs an operator that equals its line, and calls `_follow_or_record` for others.
+    Torch calls the C++ base class. It runs an operator that equals its line, numbers and settings included. For others
+    it calls `_follow_or_record`, which also accepts other numbers, settings and random states.
 
     Attributes
     ----------

@@ -36,7 +36,8 @@ class OperatorRecorder(OperatorMode):  # type: ignore[no-untyped-call]
     Parameters
     ----------
     small_nbytes
-        Tensors with fewer bytes are copied if a recipe reads them and no other code keeps them until backward.
+        Tensors with fewer bytes are copied if a recipe reads them, unless they are packed, or parameters or buffers:
+        the program may change them before backward.
     is_state
         Returns whether a storage, given by identity, is that of a parameter or a buffer that keeps its memory until
         backward.
@@ -44,7 +45,7 @@ class OperatorRecorder(OperatorMode):  # type: ignore[no-untyped-call]
     Attributes
     ----------
     is_on
-        Whether it is on the dispatch mode stack of the thread that created it.
+        Whether it has been turned on, in the thread that created it.
     latest_pack
         Pack index of the latest pack that was reported to the recorder.
     window
@@ -70,7 +71,7 @@ class OperatorRecorder(OperatorMode):  # type: ignore[no-untyped-call]
     # -- windows ------------------------------------------------------------------------------------------------------
 
     def resume(self) -> None:
-        """Turn the recorder on. Does nothing while another mode is on: that mode's exit would pop this one."""
+        """Turn the recorder on. Does nothing while a newer mode is on: that mode's exit would pop this one."""
         if self.is_on or mode_count() != self._modes or get_ident() != self.thread or callable(tracer()):
             return
         self.is_on = True
@@ -79,7 +80,8 @@ class OperatorRecorder(OperatorMode):  # type: ignore[no-untyped-call]
     def suspend(self) -> None:
         """Turn the recorder off; the recorded calls and values are kept.
 
-        The recorder stays on inside torch.compile, and if other code has temporarily removed all modes.
+        The recorder stays on inside torch.compile. `is_on` stays True if other code has temporarily removed all modes:
+        that code puts them back.
         """
         if self.is_on and get_ident() == self.thread and not callable(tracer()):
             self.is_on = not remove_mode(self)
@@ -119,8 +121,8 @@ class OperatorRecorder(OperatorMode):  # type: ignore[no-untyped-call]
                 each.index, each.slot, each.probe, each.held = index, slot, probe, held
         self._saved[key] = leaf
         if value is not None and value.version != version:
-            # A pack hook inside an operator has opened the window. Operators that this operator called after the pack
-            # have made `value`, so it is not the version that was packed.
+            # The window was opened by a pack inside an operator, and the operators that this one called next were
+            # recorded. The version of `value` was predicted from them, and it is not the one that is packed now.
             self.values[key] = leaf
 
     def source(self, index: int) -> torch.UntypedStorage | None:
@@ -215,7 +217,8 @@ class OperatorRecorder(OperatorMode):  # type: ignore[no-untyped-call]
 
     def _note_result(self, call: Call, place: int, made: torch.Tensor) -> None:
         key = key_of(made)
-        # If the storage is known, the operator returned a view that its schema does not declare: its value stays.
+        # If the storage is known, its value stays: `_note_writes` has stored it, or the result is a view that the
+        # schema does not declare.
         if key != NO_KEY and key not in self.values and not made.is_inference():
             storage = made.untyped_storage()
             self.values[key] = Value(storage.nbytes(), version_of(made), StorageWatch(storage), call, place)

@@ -135,7 +135,7 @@ class RegionTrial:
             return f"it failed when run again: {error}"
 
     def seconds(self) -> float | None:
-        """Return the duration of the second run in seconds; None if the device has not finished it."""
+        """Return the seconds of the second runs of all calls; None if the device has not finished them."""
         total = 0.0
         for begin, end in self._marks:
             found = self._engine.seconds_since(begin, [end])
@@ -336,7 +336,7 @@ def _modes(part: nn.Module) -> list[bool]:
 
 
 def _python_state(part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """Return objects, other than tensors, that a region may change: attributes, elements, generator states."""
+    """Return what a region may change, but for the bytes of tensors: attributes, elements, generator states."""
     leaves, structure = tree_flatten((args, kwargs))
     numbers: tuple[Any, ...] = np.random.get_state(legacy=True)  # type: ignore[assignment]
     found = [structure, str(random.getstate()), numbers[1].tobytes(), *numbers[2:]]
