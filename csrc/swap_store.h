@@ -162,9 +162,9 @@ class Ticket {
 
 class SwapStore : public std::enable_shared_from_this<SwapStore> {
  public:
-  // `device`: driver of the device, for the slab tier. `lanes`: host driver whose streams ("lanes") run file I/O
-  // and, in the slab tier, also issue device copies; in the direct tier it is the driver of the device too. Throws SpillError, PoolExhausted (no room for the bounce
-  // buffers), DriverError, std::invalid_argument.
+  // `device`: driver of the device, for the slab tier. `lanes`: host driver whose streams ("lanes") run file I/O and, in
+  // the slab tier, also issue device copies; in the direct tier it is the driver of the device too. Throws SpillError,
+  // PoolExhausted (no room for the bounce buffers), DriverError, std::invalid_argument.
   static std::shared_ptr<SwapStore> create_direct(std::shared_ptr<HostDriver> lanes, const StoreOptions& options);
   static std::shared_ptr<SwapStore> create_slab(std::shared_ptr<Driver> device, std::shared_ptr<HostDriver> lanes,
                                                 const StoreOptions& options);

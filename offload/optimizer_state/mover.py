@@ -65,7 +65,8 @@ class StateMover:
     moved
         Identities of the parameters whose state leaves memory; None for all.
     limit_bytes
-        The memory limit. If the temporaries of a step would exceed it, the step is divided even if all state stays.
+        The memory limit. If the temporaries of a step might not fit into what is left of it, the step is divided even
+        if all state stays (`UpdateRoom`).
     steps
         Whether the mover runs the optimizer's steps, in chunks. If not, `StepInBackward` updates the parameters, and
         calls the mover to bring in and move out their state.
@@ -118,7 +119,7 @@ class StateMover:
         self._hooks.append(optimizer.register_load_state_dict_pre_hook(partial(defer, self, self._min_nbytes)))
         self._hooks.append(optimizer.register_load_state_dict_post_hook(self._after_load_state_dict, prepend=True))
         self.counts.stays = STAYS_BY_PLAN if self.share.is_empty else ""
-        self._after_load_state_dict(optimizer)  # moves out copies: the program may hold tensors of a loaded checkpoint
+        self._after_load_state_dict(optimizer)  # copies leave: the program may hold loaded tensors
         self.look()
 
     def close(self) -> None:
@@ -168,7 +169,7 @@ class StateMover:
 
     @property
     def rests(self) -> bool:
-        """Whether this mover does nothing to the optimizer: no state is to leave memory, and none is in the store."""
+        """Whether this mover moves no state: none is to leave memory, and none is in the store."""
         return self._state is None and (self.share.is_empty or bool(self.counts.stays))
 
     def _streamed(self, optimizer: Optimizer) -> StreamedState:
@@ -197,7 +198,7 @@ class StateMover:
         self.limit_writing()
 
     def limit_writing(self) -> None:
-        """Wait for the oldest copy-outs until the others take at most `BEHIND_BYTES`, or only the latest is left."""
+        """Wait for copy-outs until the rest take at most `BEHIND_BYTES`, or only this optimizer's latest is left."""
         self._behind.wait(self.engine, BEHIND_BYTES)
 
     def _leave_all(self, state: StreamedState) -> None:

@@ -177,7 +177,7 @@ def manual_plan(
         and their first use in backward are chosen first.
     lead_nodes : int or "auto", default "auto"
         Backward nodes between the prefetch and the first use in backward (`lb`). "auto" prefetches each tensor as
-        late as is possible without a stall, and swaps no tensor whose prefetch would have to precede its release.
+        late as is possible without a stall, and swaps no tensor whose prefetch would be at or before its release.
     limit_bytes : int, optional
         Limit on the resident bytes, in bytes; a plan that exceeds it is returned with a warning.
 
