@@ -1,4 +1,4 @@
-"""Reads how the memory of a device is used: by torch, the driver and other processes; on the CPU, by this process and others.
+"""Reads how the memory of a device is used: by torch, the driver and other processes; on the CPU, by all processes.
 
 Explanations of out-of-memory errors, `recover` and the values for progress bars use it.
 """
