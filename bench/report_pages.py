@@ -56,7 +56,7 @@ are loaded, relative to plain training; *peak* the same in bytes. *Pinned*: host
 waits for copies in each step. In brackets are the quartiles of the median step. *offload, max_slowdown 5 %* is the
 default. *Peer better*: no setting of offload needs as little memory and as little time as this way; with copies, the
 swap store reaches less than 97 % of the speed of `Tensor.copy_`. In the first run, plans were made from predictions
-alone. All runs were ended by a time limit of about two minutes, so they lack some ways. Hooks: the additional time per
+alone. Each run had 85 to 105 s, so some ways are missing. Hooks: the additional time per
 saved tensor, compared with a step without hooks; small negative times are noise.""",
     "simulated": "*Peer better*: no setting of offload needs as little memory and as little time as this way.",
 }

@@ -139,7 +139,10 @@ def largest_tables(
         if small:
             for found in made:
                 found.key = SMALL + found.key
-        best = max((row["largest"] for row in own if row.get("ours") and "largest" in row), default=None)
+        ours = [row for row in own if row.get("ours") and "largest" in row]
+        best = max((row["largest"] for row in ours), default=None)
+        if any(row.get("cut_short") for row in ours):  # larger values may fit: no peer is known to be better
+            best = None
         for row, found in zip(own, made, strict=True):
             if best is not None and not row.get("ours") and row.get("largest", 0) > best:
                 found.mark = found.cells[-1] = PEER_BETTER
@@ -154,17 +157,17 @@ def largest_tables(
 def largest_row(row: Mapping[str, Any], base: Mapping[str, Any]) -> Row:
     """One contestant's row."""
     key = f"{row['what']} / {row['name']}"
-    if "largest" not in row:
-        reason = row.get("inapplicable") or f"failed: {row['error']}"
+    if "largest" not in row or not (row["largest"] or row.get("tries", True)):
+        reason = row.get("inapplicable") or row.get("cut_short") or f"failed: {row['error']}"
         return Row(key, [row["name"], *["–"] * 4, reason], ours=bool(row.get("ours")))
     over, cost = "–", "–"
+    bound = "≥ " if row.get("cut_short") else ""
     has_seconds = bool(row.get("step_seconds")) and not row.get("cut_short")  # else not those of the largest
     if base.get("largest"):
-        over = f"{row['largest'] / base['largest']:.1f} ×"
+        over = f"{bound}{row['largest'] / base['largest']:.1f} ×"
         if has_seconds and base.get("step_seconds"):
             each = row["step_seconds"] / row["largest"]
             cost = f"{each / (base['step_seconds'] / base['largest']):.2f} ×"
     seconds = f"{row['step_seconds']:.2f} s" if has_seconds else "–"
-    largest = f"≥ {row['largest']}" if row.get("cut_short") else str(row["largest"])
-    return Row(key, [row["name"], largest, over, seconds, cost, row.get("cut_short", "")],
+    return Row(key, [row["name"], f"{bound}{row['largest']}", over, seconds, cost, row.get("cut_short", "")],
                ours=bool(row.get("ours")))  # fmt: skip

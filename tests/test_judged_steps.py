@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from statistics import median
+from types import SimpleNamespace
 
 import pytest
 
@@ -9,6 +10,7 @@ from offload.control import frontier as frontiers
 from offload.control.frontier import Frontier
 from offload.control.limits import LIMITS
 from offload.control.step_cost import StepCost
+from offload.control.tried_plan import TriedPlan
 from offload.plan import Link, Swap, make_plan
 from offload.plan.trace import Node, Recompute, SavedTensor, Trace
 
@@ -184,3 +186,31 @@ def test_disturbed_steps_of_both_kinds_are_noticed(disturbed):
     frontier = Frontier(LIMITS)
     frontier.references.extend(uneven if disturbed == "references" else even)
     assert frontier.are_disturbed(uneven if disturbed == "steps" else even) == (disturbed != "neither")
+
+
+def tried(saved_bytes, slowdown, error=0.0):
+    return TriedPlan(SimpleNamespace(unswapped_peak_bytes=1000, peak_bytes=1000 - saved_bytes), slowdown, 3, 0.0, error)
+
+
+@pytest.mark.parametrize(
+    ("plans", "least_bytes", "goes_on"),
+    [
+        ([(500, 0.035)], 0, True),  # 571 at 4 %: 14 % less memory
+        ([(500, 0.037)], 0, False),  # 541: 8 %
+        ([(500, 0.03, 0.007)], 0, False),  # with the margin
+        ([(500, 0.01)], 460, False),  # no plan needs less than 460
+        ([(500, 0.01)], 440, True),
+        ([(900, 0.1), (300, 0.01)], 0, True),  # 500 on the line between them
+        ([(600, 0.2), (300, 0.01)], 0, False),  # 347
+        ([(340, 0.06), (300, 0.0)], 0, False),  # next to one that was too slow
+        ([(45, 0.02)], 0, True),  # 90 would be worth the hooks, 45 are not
+        ([(45, 0.038)], 0, False),  # 47 would not
+        ([(80, 0.0)], 0, True),  # not slower at all
+        ([(80, -0.01)], 0, True),
+        ([(500, 0.051)], 0, True),  # too slow
+    ],
+)
+def test_another_plan_is_tried_where_it_would_probably_need_much_less_memory(plans, least_bytes, goes_on):
+    frontier = Frontier(LIMITS)
+    frontier.tried = [tried(*plan) for plan in plans]
+    assert (frontier.reason_to_move(ALLOWED, least_bytes) is not None) == goes_on

@@ -218,7 +218,8 @@ class Frontier:
         """Estimate how many bytes a plan with a slowdown of `aim` × `max_slowdown` saves.
 
         The slowdown is assumed to be linear in the bytes saved: between a plan that kept `max_slowdown` and one that
-        did not, if both exist, and otherwise proportional.
+        did not, if both exist, and otherwise proportional. If the last plan was not slower at all, such a plan may save
+        everything.
         """
         aim = self.limits.aim * max_slowdown
         kept, broken = self._kept_beside_broken(max_slowdown)
@@ -226,7 +227,7 @@ class Frontier:
             share = (aim - kept.slowdown_max) / (broken.slowdown_max - kept.slowdown_max)
             return kept.saved_bytes + max(0.0, share) * (broken.saved_bytes - kept.saved_bytes)
         last = self.tried[-1]
-        return last.saved_bytes * aim / last.slowdown_max if last.slowdown_max > 0 else 2.0 * last.saved_bytes
+        return last.saved_bytes * aim / last.slowdown_max if last.slowdown_max > 0 else last.plan.unswapped_peak_bytes
 
     def judge(self, plan: Plan, steps: Sequence[StepCost], max_slowdown: float) -> float | None:
         """Return the slowdown of a plan, and store it in `tried`. None if more measured steps are needed.
@@ -295,9 +296,10 @@ class Frontier:
         """Return why to try another plan; None if the search may end.
 
         Another plan is tried in two cases. First, the last plan was too slow, and each plan that kept `max_slowdown`
-        needs over `peak_step` more memory than it. Second, the last plan kept `max_slowdown`, and a plan that is a
-        little slower would probably need over `peak_step` less memory (`_likely_saved`); but not if a plan that was too
-        slow needs hardly less, or if the last plan's peak is the least possible.
+        needs over `peak_step` more memory than it. Second, the last plan kept `max_slowdown`, and a plan whose slowdown
+        is `aim` × `max_slowdown` would probably need over `peak_step` less memory (`_likely_saved`), or be worth its
+        hooks, which the last plan is not. But no plan follows if the last one needs at most `peak_step` more memory
+        than a plan that was too slow.
 
         Parameters
         ----------
@@ -312,13 +314,14 @@ class Frontier:
             if best is not None and best.peak_bytes <= (1 + self.limits.peak_step) * last.plan.peak_bytes:
                 return None
             return f"steps were {last.in_words} slower than without swapping"
-        likely_peak = last.plan.unswapped_peak_bytes - self._likely_saved(max_slowdown)
-        gains = max(likely_peak, least_peak_bytes) < (1 - self.limits.peak_step) * last.plan.peak_bytes
-        noise = 1 + self.limits.noise
-        is_least = last.plan.peak_bytes <= noise * least_peak_bytes
+        unswapped_bytes = last.plan.unswapped_peak_bytes
+        likely_bytes = max(int(unswapped_bytes - self._likely_saved(max_slowdown)), least_peak_bytes)
+        gains = likely_bytes < (1 - self.limits.peak_step) * last.plan.peak_bytes
+        if not self.limits.is_worth_hooks(last.plan.peak_bytes, unswapped_bytes):
+            gains = gains or self.limits.is_worth_hooks(likely_bytes, unswapped_bytes)
         broken = [each.plan.peak_bytes for each in self.tried if each.slowdown_max > max_slowdown]
         is_next_to_broken = broken and last.plan.peak_bytes <= (1 + self.limits.peak_step) * max(broken)
-        if gains and not is_least and not is_next_to_broken:
+        if gains and not is_next_to_broken:
             return f"steps were only {last.in_words} slower than without swapping"
         return None
 

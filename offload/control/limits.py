@@ -72,7 +72,7 @@ class Limits:
         Fraction of `max_slowdown` at which plans after the first aim, so that noise does not break the promise.
     peak_step
         The search ends if a plan that kept `max_slowdown` needs at most this much more memory (relative) than one that
-        did not, or than a plan with a slowdown of `aim` × `max_slowdown` would probably need.
+        did not, or if a plan with a slowdown of `aim` × `max_slowdown` would probably need at most this much less.
     noise
         Relative gain in time or memory that is not worth a trial step or recomputation.
     search_share, search_seconds, search_effort_min

@@ -1,4 +1,4 @@
-"""A plan whose slowdown has been measured."""
+"""A plan whose slowdown has been measured. `Frontier` judges it."""
 
 from __future__ import annotations
 

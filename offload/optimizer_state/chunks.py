@@ -7,7 +7,7 @@ The step function is called with a stand-in: an object of the optimizer's class 
 from __future__ import annotations
 
 import weakref
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -60,9 +60,16 @@ def split(params: Iterable[Tensor], nbytes_of: Callable[[Tensor], int], nbytes_m
         yield chunk
 
 
-def stepping_nothing(optimizer: Optimizer) -> Optimizer:
-    """Return a stand-in without parameters: its step calls the closure and does nothing else."""
-    return _stand_in(optimizer, [])
+def stepping_nothing(optimizer: Optimizer, *, has_state: bool = True) -> Optimizer:
+    """Return a stand-in without parameters: its step calls the closure and does nothing else.
+
+    `has_state`: it shares the optimizer's state. Otherwise nothing but the optimizer holds its state while the closure
+    runs, so that a plan made there can let it leave memory.
+    """
+    made = _stand_in(optimizer, [])
+    if not has_state:
+        made.state = defaultdict(dict)
+    return made
 
 
 def _stand_in(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:

@@ -102,12 +102,12 @@ class StateCounts(_MovedCounts):
         if self.divided_steps:
             yield (
                 f"{self.divided_steps} steps of {self.optimizer} were divided, because its temporary tensors might "
-                "exceed memory_limit; with fused=True there are none"
+                "exceed memory_limit; foreach=False, or fused=True if it has this argument, needs none"
             )
         if self.undivided_because:
             yield (
                 f"the temporary tensors of {self.optimizer} may exceed memory_limit, and its step cannot be divided: "
-                f"{self.undivided_because}; give it fused=True or foreach=False"
+                f"{self.undivided_because}; give it foreach=False, or fused=True if it has this argument"
             )
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-from torch.optim import LBFGS, Optimizer
+from torch.optim import LBFGS, Adafactor, Optimizer
 
 from offload.torch_compat.optimizers import is_own_step, steps_through_hooks
 
@@ -52,4 +52,11 @@ def why_not_divided(optimizer: Optimizer, step: Callable[..., Any]) -> str:
         return "a group has a parameter twice"
     if any(group.get("capturable") for group in optimizer.param_groups):
         return "a capturable step may run in a CUDA graph"
+    if isinstance(optimizer, Adafactor) and any(map(_has_one_eps, optimizer.param_groups)):
+        return "with foreach, all parameters of a group have the default eps of the first one's dtype"
     return ""
+
+
+def _has_one_eps(group: dict[str, Any]) -> bool:
+    """Return whether Adafactor's foreach step takes one default eps for parameters of several dtypes."""
+    return bool(group["foreach"] and group["eps"][0] is None and len({each.dtype for each in group["params"]}) > 1)

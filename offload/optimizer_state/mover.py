@@ -257,7 +257,7 @@ class StateMover:
 
         # The class's step function gets a stand-in without parameters, so that it only calls the closure. It does so
         # after all pre-hooks: a pre-hook registered later can still change gradients.
-        return (stepping_nothing(optimizer),), {"closure": opaque(step_in_chunks)}
+        return (stepping_nothing(optimizer, has_state=not is_at_rest),), {"closure": opaque(step_in_chunks)}
 
     def _why_whole(
         self, optimizer: Optimizer, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -1,21 +1,22 @@
 """Into which chunks the step of an optimizer whose state stays in memory is divided, so that it keeps `memory_limit`.
 
 With foreach kernels, a step allocates temporary tensors for all parameters at once. A divided step allocates them for
-one chunk at a time.
+one chunk at a time. `StateMover` uses it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.optim import SGD, Adafactor, Optimizer
 
 from offload.devices.accelerator import Accelerator
 from offload.devices.device import device_of
 from offload.optimizer_state.chunks import ChunkedStep, is_known, split
+from offload.parameters.updating import is_away
 from offload.torch_compat.optimizers import runs_foreach
 from offload.torch_compat.tensors import local_of
 
@@ -52,33 +53,53 @@ class UpdateRoom:
         """
         if self._device is None or not is_known(optimizer):
             return None
-        groups = [(group, _updated(group, has_closure)) for group in optimizer.param_groups]
-        every, begun = [param for _, params in groups for param in params], optimizer.state
-        made_bytes = STATE_MOST * _bytes_of([param for param in every if param not in begun])
-        made_bytes += _bytes_of([param for param in every if param.grad is None])
-        room = self._limit_bytes - self._device.allocated_bytes() - made_bytes
+        groups = [group for group in optimizer.param_groups if _may_run_foreach(optimizer, group)]
+        every = [param for group in groups for param in _updated(group, has_closure)]
+        if not every:
+            return None
+        room = self._limit_bytes - self._device.allocated_bytes() - _made_bytes(optimizer, has_closure)
         if TEMPORARIES_MOST * _bytes_of(every) <= room:
             return None
-        foreach_bytes = sum(_bytes_of(params) for group, params in groups if _runs_foreach(group, params))
-        if not foreach_bytes or TEMPORARIES_MOST * foreach_bytes <= room:
-            return None
-        return max(_CHUNK_BYTES, room // TEMPORARIES_MOST)
+        most = 0
+        for group in groups:
+            params = _updated(group, has_closure)
+            if group["foreach"] or runs_foreach(params, differentiable=bool(group.get("differentiable"))):
+                most += TEMPORARIES_MOST * _bytes_of(params)
+        return max(_CHUNK_BYTES, room // TEMPORARIES_MOST) if most and most > room else None
+
+
+def _may_run_foreach(optimizer: Optimizer, group: dict[str, Any]) -> bool:
+    """Return whether the options of a group allow foreach kernels that allocate temporaries."""
+    chosen = group.get("foreach", False)
+    if chosen is None:  # torch chooses
+        has_tensor_rate = isinstance(group.get("lr"), Tensor) and not group.get("capturable")
+        chosen = group.get("fused") is None and not has_tensor_rate and not isinstance(optimizer, Adafactor)
+    if type(optimizer) is SGD:
+        return bool(chosen and (group["weight_decay"] or group["maximize"]))
+    return bool(chosen) and not group.get("fused")
+
+
+def _made_bytes(optimizer: Optimizer, has_closure: bool) -> int:
+    """Return an upper bound on the bytes that a step allocates besides temporaries.
+
+    These are state that it creates, gradients that its closure makes, and parameters that are away.
+    """
+    made = 0
+    for group in optimizer.param_groups:
+        has_state = type(optimizer) is not SGD or bool(group["momentum"])
+        for param in _updated(group, has_closure):
+            nbytes = local_of(param).nbytes
+            made += STATE_MOST * nbytes if has_state and param not in optimizer.state else 0
+            made += nbytes * ((param.grad is None) + is_away(param))
+    return made
 
 
 def _updated(group: dict[str, Any], has_closure: bool) -> list[Tensor]:
     return [each for each in group["params"] if each.grad is not None or (has_closure and each.requires_grad)]
 
 
-def _bytes_of(params: Sequence[Tensor]) -> int:
+def _bytes_of(params: Iterable[Tensor]) -> int:
     return sum(local_of(param).nbytes for param in params)
-
-
-def _runs_foreach(group: dict[str, Any], params: Sequence[Tensor]) -> bool:
-    """Return whether a step uses foreach kernels for a group: its option, or torch's choice if there is none."""
-    if group.get("fused") or "foreach" not in group:
-        return False
-    chosen: bool | None = group["foreach"]
-    return runs_foreach(params, differentiable=bool(group.get("differentiable"))) if chosen is None else chosen
 
 
 def step_divided(optimizer: Optimizer, step: Callable[..., Any], chunk_bytes: int) -> None:

@@ -1,6 +1,6 @@
 """Keeps moved parameters in memory while an optimizer updates them. Then they leave with their new values.
 
-`ChunkedStep` and `StepInBackward` use it.
+`ChunkedStep` and `StepInBackward` use it; `UpdateRoom` uses `is_away`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,13 @@ from torch import Tensor
 
 from offload.parameters.stored_parameter import StoredParameter
 
-__all__ = ["updating"]
+__all__ = ["is_away", "updating"]
+
+
+def is_away(parameter: Tensor) -> bool:
+    """Return whether the memory of a parameter is in the store."""
+    record = parameter.__dict__.get("_offload_stored")
+    return isinstance(record, StoredParameter) and record.is_away_in(parameter)
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from state_rig import (
 from users_rig import On, train, trained
 
 import offload
+from offload.optimizer_state import divisible
 from offload.optimizer_state import mover as mover_module
 from offload.runtime.engine import Engine
 
@@ -357,4 +358,33 @@ def test_a_view_that_somebody_holds_keeps_its_tensor_in_memory(tmp_path):
     del views
     run(moved, 1, begin=4)
     assert moved.state.peek(params_of(moved)[0])["exp_avg"].isnan().all()
+    mover.close()
+
+
+@pytest.mark.parametrize("is_guarded", [True, False])
+def test_adafactor_takes_one_eps_for_parameters_of_several_dtypes(is_guarded, tmp_path, monkeypatch):
+    """With foreach, that of the first one's dtype. In chunks, each dtype would have its own."""
+    monkeypatch.setattr(mover_module, "CHUNK_BYTES", 1)
+    if not is_guarded:
+        monkeypatch.setattr(divisible, "_has_one_eps", lambda group: False)
+
+    def make_two_kinds():
+        torch.manual_seed(0)
+        params = [torch.nn.Parameter(torch.randn(16, 16)) for _ in range(4)]
+        params[2:] = [torch.nn.Parameter(each.detach().bfloat16()) for each in params[2:]]
+        return torch.optim.Adafactor(params, foreach=True)
+
+    def step(optimizer, number):
+        generator = torch.Generator().manual_seed(number)
+        for param in params_of(optimizer):
+            param.grad = (1e-3 * torch.randn(16, 16, generator=generator)).to(param.dtype)
+        optimizer.step()
+
+    plain, moved = make_two_kinds(), make_two_kinds()
+    mover = make_mover(moved, "direct", tmp_path)
+    for number in range(3):
+        step(plain, number)
+        step(moved, number)
+    equal = all(map(torch.equal, params_of(plain), params_of(moved)))
+    assert (equal, mover.counts.whole_steps) == ((True, 3) if is_guarded else (False, 0))
     mover.close()
