@@ -83,7 +83,7 @@ def test_a_write_that_fails_keeps_the_parameter_in_memory(tmp_path, monkeypatch)
     mover.look()
     assert mover.counts.failed > 0
     assert "No space left" in mover.counts.failure
-    assert any("writing them failed" in note for note in mover.counts.notes())
+    assert any("could not be written" in note for note in mover.counts.notes())
     assert_equal(train(moved, 3), train(plain, 3))
     mover.close()
     assert_equal(everything(moved), everything(plain))
