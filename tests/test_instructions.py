@@ -35,8 +35,11 @@ def counted(guard: Any) -> tuple[dict[str, float], dict[str, float], dict[str, f
         kept = guard.committed()
         figures = guard.count([*TESTED, "planted", *PLANTED])
         if any(guard.outside(each, kept[name]) for name, each in zip(TESTED, figures, strict=False)):
-            again = guard.count([*TESTED, "planted", *PLANTED])  # what happens by chance in a run adds to its figures
-            figures = list(map(min, figures, again))
+            again = guard.count([*TESTED, "planted", *PLANTED])
+            # What happens by chance in a run adds to its figures, or, in the run that is subtracted, takes from them. A
+            # change of the code is in both counts.
+            found = zip([*TESTED, *PLANTED], figures, again, strict=True)
+            figures = [min(pair, key=lambda each: abs(each / kept[name] - 1)) for name, *pair in found]
     except guard.Unavailable as reason:
         pytest.skip(str(reason))
     return kept, dict(zip(TESTED, figures, strict=False)), dict(zip(PLANTED, figures[len(TESTED) :], strict=True))
