@@ -6,7 +6,7 @@ one chunk at a time. `StateMover` uses it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -53,18 +53,14 @@ class UpdateRoom:
         """
         if self._device is None or not is_known(optimizer):
             return None
-        groups = [group for group in optimizer.param_groups if _may_run_foreach(optimizer, group)]
-        every = [param for group in groups for param in _updated(group, has_closure)]
-        if not every:
+        able = [group for group in optimizer.param_groups if _may_run_foreach(optimizer, group)]
+        groups = [(group, params) for group in able if (params := _updated(group, has_closure))]
+        if not groups:
             return None
         room = self._limit_bytes - self._device.allocated_bytes() - _made_bytes(optimizer, has_closure)
-        if TEMPORARIES_MOST * _bytes_of(every) <= room:
+        if TEMPORARIES_MOST * sum(_bytes_of(params) for _, params in groups) <= room:
             return None
-        most = 0
-        for group in groups:
-            params = _updated(group, has_closure)
-            if group["foreach"] or runs_foreach(params, differentiable=bool(group.get("differentiable"))):
-                most += TEMPORARIES_MOST * _bytes_of(params)
+        most = TEMPORARIES_MOST * sum(_bytes_of(params) for group, params in groups if _runs_foreach(group, params))
         return max(_CHUNK_BYTES, room // TEMPORARIES_MOST) if most and most > room else None
 
 
@@ -77,6 +73,11 @@ def _may_run_foreach(optimizer: Optimizer, group: dict[str, Any]) -> bool:
     if type(optimizer) is SGD:
         return bool(chosen and (group["weight_decay"] or group["maximize"]))
     return bool(chosen) and not group.get("fused")
+
+
+def _runs_foreach(group: dict[str, Any], params: Sequence[Tensor]) -> bool:
+    """Return whether a group whose options allow foreach kernels is stepped with them."""
+    return bool(group["foreach"]) or runs_foreach(params, differentiable=bool(group.get("differentiable")))
 
 
 def _made_bytes(optimizer: Optimizer, has_closure: bool) -> int:
@@ -98,7 +99,7 @@ def _updated(group: dict[str, Any], has_closure: bool) -> list[Tensor]:
     return [each for each in group["params"] if each.grad is not None or (has_closure and each.requires_grad)]
 
 
-def _bytes_of(params: Iterable[Tensor]) -> int:
+def _bytes_of(params: Sequence[Tensor]) -> int:
     return sum(local_of(param).nbytes for param in params)
 
 
