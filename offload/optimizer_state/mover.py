@@ -231,20 +231,21 @@ class StateMover:
         if self.share.is_empty and self._state is not None:
             self._bring_back(optimizer)
             self.counts.stays, self.counts.nbytes, self.counts.tensors = STAYS_BY_PLAN, 0, 0
-        closure, is_at_rest = args[1] if len(args) > 1 else kwargs.get("closure"), self.rests
+        is_at_rest = self.rests
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
         has_closure = closure is not None
         chunk_bytes = self._room.chunk_bytes(optimizer, has_closure=has_closure) if is_at_rest else CHUNK_BYTES
         if chunk_bytes is None:
             return None
         step = step_behind_hooks(optimizer)
-        why_whole = self._why_whole(optimizer, step, args, kwargs)
+        why_whole = self._why_whole(optimizer, step, (args, kwargs), has_closure=has_closure)
         self.counts.note_step(why_whole, is_at_rest=is_at_rest)
         if not is_at_rest:
-            self._streamed(optimizer)
+            state = self._streamed(optimizer)
             self.engine.collect()
-        if why_whole and not is_at_rest:
-            self._fetch_all(self._known)
-            gradients_in_step.bring_back(each for group in optimizer.param_groups for each in group["params"])
+            if why_whole:
+                self._fetch_all(state)
+                gradients_in_step.bring_back(each for group in optimizer.param_groups for each in group["params"])
         if why_whole:
             return None
         grad_mode = torch.is_grad_enabled()
@@ -260,9 +261,10 @@ class StateMover:
         return (stepping_nothing(optimizer, has_state=not is_at_rest),), {"closure": opaque(step_in_chunks)}
 
     def _why_whole(
-        self, optimizer: Optimizer, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, optimizer: Optimizer, step: Callable[..., Any], arguments: Arguments, *, has_closure: bool
     ) -> str:
         """Return why a step cannot be divided into chunks; empty if it can."""
+        args, kwargs = arguments
         why = why_not_divided(optimizer, step)
         if why:
             return why
@@ -273,7 +275,6 @@ class StateMover:
             self._is_separable = takes_closure and is_separable(optimizer, step)
         if not self._is_separable:
             return "its updates may not be bit-identical if only a few parameters are stepped at a time"
-        has_closure = len(args) > 1 or kwargs.get("closure") is not None
         return "it may call its closure more than once" if has_closure and not is_known(optimizer) else ""
 
     def _step_now(self, optimizer: Optimizer, step: Callable[..., Any], chunk_bytes: int) -> None:
