@@ -204,7 +204,7 @@ def beaten(way: str, better: Sequence[Point], points: Sequence[Point]) -> Iterat
     close = {point.network: alike for point in better if (alike := as_good_rounded(point, points))}
     clear = [f"{point.network} ({size(point)})" for point in better if point.network not in close]
     if clear:
-        yield f"No setting of offload needs as little memory *and* as little time as {name} on {listed(clear)}."
+        yield f"On {listed(clear)}, no setting of offload needs as little memory *and* as little time as {name}."
     for point in better:
         if own := close.get(point.network):
             setting = SHOWN.get(own.way, own.way)

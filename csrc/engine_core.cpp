@@ -155,7 +155,7 @@ void begin_copy_out(Books& books, PyObject* saved, uint64_t need) {
     books.copies_out.push_back(state.copy_out);
   } catch (...) {  // no memory for the entry: wait for the copy here, before the source is freed
     const GilRelease release;
-    if (!OFFLOAD_BROKEN("a copy without an entry is waited for") && !ticket->cancel())
+    if (!OFFLOAD_BROKEN("a copy that could not be listed is waited for") && !ticket->cancel())
       ticket->wait_out(state.copy_out->stream);
     throw;
   }

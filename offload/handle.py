@@ -103,7 +103,7 @@ class Session:
 
     @property
     def plan(self) -> Plan | None:
-        """The plan of the latest input shape; steps that follow the plan of a larger shape do not count.
+        """The plan of the latest input shape, leaving out shapes whose steps follow the plan of a larger shape.
 
         None before a shape's second step (a warning is logged once), and always with `n_tensors`, unless ``lb="auto"``.
         """

@@ -179,14 +179,14 @@ def check_optimizers(
     step_in_backward: object = False,
     gradients: object = False,
 ) -> tuple[Optimizer, ...]:
-    """Return the given optimizers if `optimizer_state` or `step_in_backward` is set; otherwise none.
+    """Return the given optimizers if `optimizer_state` or `step_in_backward` is not False; otherwise none.
 
     Raises
     ------
     ValueError
         One of them is not an optimizer of the model or is given twice, `optimizer_state` is not "auto", True or False,
-        `step_in_backward` or `gradients` is not a bool, one of these is True without an optimizer, or `gradients`
-        conflicts with another argument; the message says what to write.
+        `step_in_backward` or `gradients` is not a bool, one of these three is True without an optimizer, or
+        `gradients` conflicts with another argument; the message says what to write.
     """
     if not isinstance(gradients, bool):
         raise ValueError(f"gradients takes True or False, not {gradients!r}")
@@ -240,8 +240,9 @@ def _check_exclude(model: torch.nn.Module, exclude: Iterable[str]) -> tuple[str,
     chosen = tuple(exclude)
     for name in chosen:
         if name not in names or name == "":
-            known = ", ".join(sorted(names - {""})[:8]) or "none: the model has no submodules"
-            raise ValueError(f"exclude: the model has no module {name!r}; it has {known}, …")
+            known = sorted(names - {""})
+            shown = ", ".join(known[:8] + ["…"] * (len(known) > 8)) or "no submodules"
+            raise ValueError(f"exclude: the model has no module {name!r}; it has {shown}")
     return chosen
 
 
@@ -288,7 +289,7 @@ def _check_spill_dir(device: torch.device, spill_dir: str | os.PathLike[str] | N
     if not path.exists():
         raise FileNotFoundError(2, "spill_dir does not exist; create it, or name another folder", str(path))
     if not path.is_dir():
-        raise NotADirectoryError(20, "spill_dir is not a folder", str(path))
+        raise NotADirectoryError(20, "spill_dir is not a folder; name one", str(path))
     if not os.access(path, os.W_OK | os.X_OK):
         raise PermissionError(13, "spill_dir is not writable; name a folder that is", str(path))
     processes = local_processes()

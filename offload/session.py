@@ -112,13 +112,13 @@ def enable(
         the update of its parameter, or when the program uses it. ``False``: gradients stay in memory.
     parameters
         ``"frozen"``: parameters with ``requires_grad=False``, of at least `min_tensor_bytes`, are swapped out while no
-        module uses them. They are read before the forward of their module, and again in backward if it needs them; they
-        are written once. ``"all"``: trained parameters too, which are written again after each update. With
-        `step_in_backward`, a parameter is updated in backward, while it is in memory. With ``optimizer_state=True``,
-        `optimizer.step()` swaps in a few parameters at a time, with their state. With neither, each parameter is read
-        when the optimizer uses it. ``"auto"``, the default: as ``"frozen"`` if the parameters, the buffers and the
-        gradients of the trained parameters alone exceed `memory_limit` (gradients do not count with `step_in_backward`
-        or `gradients`); else as ``False``. ``False``: all parameters stay in memory.
+        module uses them. They are swapped in before the forward of their module, and again in backward if it needs
+        them; they are written to the store only once. ``"all"``: trained parameters too, which are written again after
+        each update. With `step_in_backward`, a parameter is updated in backward, while it is in memory. With
+        ``optimizer_state=True``, `optimizer.step()` swaps in a few parameters at a time, with their state. With
+        neither, each parameter is read when the optimizer uses it. ``"auto"``, the default: as ``"frozen"`` if the
+        parameters, the buffers and the gradients of the trained parameters alone exceed `memory_limit` (gradients do
+        not count with `step_in_backward` or `gradients`); else as ``False``. ``False``: all parameters stay in memory.
 
     Returns
     -------
@@ -272,7 +272,7 @@ def _enable(
         if fill is not None:
             fill.run(mover.leave if mover is not None else None)
         if mover is not None or used:
-            release_free_memory()  # that of the parameters and the state that have just left
+            release_free_memory()  # of the parameters and the state that have just been swapped out
         session = compiled.untraced(Session, model, device, options, engine, asked, states, mover)
         registry.register(session._enabled)
     except BaseException:  # also after an interrupt

@@ -185,8 +185,8 @@ CLAIMS = (
     (
         "Losses and gradients do not change in a single bit",
         "Each case is trained with and without offload, and all results are compared with `torch.equal`. An operator "
-        "is not compared if it has no gradient on the CPU. Inputs with which its results vary "
-        "without offload too are left out.",
+        "is not compared if it has no gradient on the CPU, and not with inputs for which two runs without offload "
+        "differ.",
         (
             (
                 "test cases of autograd's behaviour (views, in-place changes, double backward, threads, …), each with "
@@ -208,11 +208,11 @@ CLAIMS = (
     (
         "No copy reads or overwrites memory at the wrong time",
         "Random programs save, prefetch, use and free tensors, and a random scheduler decides which copy runs next. "
-        "Each program runs three times: with pinned memory, with pinned memory and disk, and with disk only. One in "
-        "ten runs six times more: with real threads, and with threads that wait for random times. Every byte that "
-        "comes back is compared. For each run on the simulated accelerator, the log of its operations is given to "
-        "PyTorch's own CUDA sanitizer, which reports two accesses to the same memory if no event orders them. In "
-        "addition, a stress program with many threads runs under the thread, address and undefined-behaviour "
+        "Each program runs three times: with pinned memory, with pinned memory and disk, and with disk only. One "
+        "program in ten is run six more times: with real threads, and with threads that wait for random times. Every "
+        "byte that comes back is compared. For each run on the simulated accelerator, the log of its operations is "
+        "given to PyTorch's own CUDA sanitizer, which reports two accesses to the same memory if no event orders "
+        "them. In addition, a stress program with many threads runs under the thread, address and undefined-behaviour "
         "sanitizers of the compiler.",
         (
             ("random programs", "seeds: seeds"),
@@ -275,9 +275,10 @@ page. The table shows the newest run of each part. *Size*: *full* is `--full`, *
 GUARDS = """Each item names guards, by what they ensure, and the tests that failed when one of them was removed. The
 tests are in `tests/`. *Bounce*: the buffer between file and device. *Slot*: the record of one swapped block of bytes.
 *Extent*: a range of bytes in the spill file, the file on disk. *Slice*: a part of a block; a block is copied slice by
-slice. *Spill* and *fill*: a copy to and from that file. *Ticket*: the handle of one swapped tensor. *Lane*: a thread
-that copies. *Follow*: to compare the operators of a step with those that an earlier step recorded, for recomputation;
-if an operator differs, the following ends, and operators are recorded again. `DESIGN.md` explains the other terms."""
+slice. *Spill* and *fill*: a copy to and from that file. *Ticket*: the handle of one swapped storage. *Lane*: a queue
+of copies that a thread runs in order. *Follow*: to compare the operators of a step with those that an earlier step
+recorded, for recomputation; if an operator differs, the following ends, and operators are recorded again. `DESIGN.md`
+explains the other terms."""
 
 
 def claims(found: dict[str, str]) -> Iterator[str]:
@@ -325,9 +326,7 @@ def introduction(parts: dict[str, dict], found: dict[str, str]) -> str:
     unnamed = sum(not machine_of(about) for about in held)
     where = [f"Machine: {'; '.join(machines)}."] if machines else []
     if unnamed:
-        where.append(
-            f"{unnamed} of {len(held)} runs are from before runs recorded their machine; a part can be several runs."
-        )
+        where.append(f"For {unnamed} of {len(held)} runs the machine was not recorded (a part can take several runs).")
     return INTRODUCTION.format(
         passed=number(sum(sum(about.get("passed", {}).values()) for about in held)),
         failed=found["failed"],

@@ -5,8 +5,8 @@ SECTION = """## On a GPU
 On 26 November 2026 the tests marked `gpu` ran on an NVIDIA H200 (PyTorch 2.11 with CUDA 13.0, Python 3.12), at commit
 `a564d51`. All 114 passed; four more are for the simulated accelerator only. At an earlier commit of that day, 297 tests
 that were written for the CPU or the simulated accelerator passed there too: graph lifetimes, in-place changes,
-interrupts, kinds of tensors, recomputation, moved state and parameters. The others of these files need two devices, set
-a limit below the 64 MiB that cuBLAS takes, or use kernels that add in another order each time.
+interrupts, kinds of tensors, recomputation, moved state and parameters. Other tests in the same files
+need two devices, set a limit below the 64 MiB that cuBLAS takes, or use kernels that add in another order each time.
 
 A GPT was trained on it with and without offload; losses, parameters and optimizer state were equal to the last bit in
 each case: the default plan (float32 and bfloat16), `memory_limit` at 40 % of plain's peak and with dropout, moved

@@ -91,7 +91,7 @@ def test_spill_dir_that_is_a_file(tmp_path):
     path = tmp_path / "file"
     path.write_text("")
     model = Net()
-    with refused(model, NotADirectoryError, "spill_dir is not a folder.*file"):
+    with refused(model, NotADirectoryError, "spill_dir is not a folder; name one.*file"):
         offload.enable(model, spill_dir=path)
 
 

@@ -275,7 +275,7 @@ class PlanController:
         self._return_blocks()
 
     def _return_blocks(self) -> None:
-        """Make malloc return large blocks at once if memory is to be saved, unless every plan moves nothing."""
+        """Make malloc return freed large blocks at once on the CPU if memory is limited and a plan may move tensors."""
         plans = [state.planned.plan for state in self._states.values() if state.planned is not None]
         moves = not plans or any(plan is None or plan.swaps or plan.recomputes for plan in plans)
         is_limited = self._options.memory_limit is not None or self._options.least_memory
@@ -355,7 +355,7 @@ class PlanController:
         before = state.planned.incomplete_profiles if state.planned is not None else 0
         incomplete = 0 if profile.knows_temporaries else before + 1
         held = profile.held
-        if self._on_profile is not None:  # `tell_profile` reads it below; `_plan` would update it later
+        if self._on_profile is not None:  # `tell_profile` reads `planned.held` now; `_plan` updates it only later
             held = most(held, self._held_before(signature))
         planned = PlannedStep(self._limits, profile, link, held, signature, incomplete)
         self._latest = state.planned = planned
@@ -365,7 +365,7 @@ class PlanController:
     # -- queries ------------------------------------------------------------------------------------------------------
 
     def latest(self) -> PlannedStep | None:
-        """Read all complete measurements. Return the data of the signature that was planned or profiled last."""
+        """Read all complete measurements. Return the `PlannedStep` that was made, planned or followed last."""
         with self._lock:
             self.end_finished_profiles()
             self._read_profiles()
@@ -377,7 +377,7 @@ class PlanController:
 
     @property
     def main(self) -> PlannedStep | None:
-        """The `PlannedStep` that most steps of its own signature have followed; in a tie, the one used last."""
+        """The `PlannedStep` followed by the most steps of its own signature; in a tie, the last one used."""
         with self._lock:
             planned = [state.planned for state in reversed(self._states.values()) if state.planned is not None]
         return max(planned, key=lambda each: each.steps, default=None)

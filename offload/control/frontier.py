@@ -4,10 +4,10 @@
 
 In a *reference step*, computation stops while a copy runs, so that no copy slows it (`plan/serial.py`); or every tensor
 is kept, if the plan saves little (`SlowdownPromise.reference_schedule`). The durations of its nodes (parts of the step,
-`runtime/schedule.py`) show how long the step takes without swapping, on this machine and at this time. From the time of
-the plan's steps, `judge` subtracts this duration, and the recomputation, waits and hooks that the plan predicts. The
-remainder is taken as the time by which copies and, if the plan recomputes, the recording of operators slowed the
-computation. `learn` derives a cost per moved byte from it, which the next plan uses.
+`runtime/schedule.py`) show how long the step takes without swapping, on this machine and at this time. `judge`
+subtracts this duration, and the recomputation, waits and hooks that the plan predicts, from the measured duration of
+the plan's steps. The remainder is taken as the time by which copies and, if the plan recomputes, the recording of
+operators slowed the computation. `learn` derives a cost per moved byte from it, which the next plan uses.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Frontier:
         Bounds and tolerances.
     references
         The last reference steps of the present plan. Those of earlier plans do not count: other programs were less busy
-        or busier then, or training had just begun, when steps are slower.
+        or busier then. Also, the first steps of a training are slower than later ones.
     begun
         Number of reference steps started for the present plan, counted from its first step or from the last restart of
         its measurement.
@@ -90,8 +90,8 @@ class Frontier:
     def are_disturbed(self, steps: Sequence[StepCost]) -> bool:
         """Return whether other programs disturbed most of a plan's measured steps or reference steps, but not all.
 
-        If other programs slowed all steps of one kind, they have slowed those of the other kind as well, because the
-        two kinds alternate.
+        If they slowed all steps of one kind, they have slowed all of the other kind as well, because the two kinds
+        alternate. Then the two can still be compared.
         """
         kinds = [self._step(cost) for cost in steps], [self._computed(cost) for cost in self.references]
         return any(seconds and median(seconds) > self.limits.uneven * min(seconds) for seconds in kinds)
@@ -190,10 +190,10 @@ class Frontier:
     def wanted_peak(self, max_slowdown: float) -> int:
         """Return the bytes that the next plan is to need at its peak. Must be called after the first plan was judged.
 
-        It is estimated which plan has a slowdown of `aim` × `max_slowdown` (`_likely_saved`). One measurement may be
-        unlucky. So between a plan that kept `max_slowdown` and one that did not, the next plan is at least a quarter of
-        the way from either; otherwise it saves 0.15 to 0.75 times what the last one saved if this was too slow, and 1.2
-        to 2 times if not.
+        It is estimated how much a plan with a slowdown of `aim` × `max_slowdown` saves (`_likely_saved`). A measurement
+        may be far off, so the estimate is bounded. If a plan kept `max_slowdown` and one that saves more did not, the
+        next one is at least a quarter of the way from either. Without such a pair, it saves 0.15 to 0.75 times what the
+        last plan saved if that was too slow, and 1.2 to 2 times if not.
         """
         last = self.tried[-1]
         kept, broken = self._kept_beside_broken(max_slowdown)
@@ -207,7 +207,11 @@ class Frontier:
         return last.plan.unswapped_peak_bytes - int(saved)
 
     def _kept_beside_broken(self, max_slowdown: float) -> tuple[TriedPlan | None, TriedPlan | None]:
-        """Return the plan that saves most of those that kept `max_slowdown`, and the next one that did not."""
+        """Return two plans that are next to one another in bytes saved; None if there is no such plan.
+
+        The first is, of the plans that kept `max_slowdown`, the one that saves most. The second is, of the plans that
+        exceeded it and save more than the first, the one that saves least.
+        """
         kept = [each for each in self.tried if each.slowdown_max <= max_slowdown]
         most = max(kept, key=lambda each: each.saved_bytes, default=None)
         least = most.saved_bytes if most is not None else 0
@@ -217,9 +221,9 @@ class Frontier:
     def _likely_saved(self, max_slowdown: float) -> float:
         """Estimate how many bytes a plan with a slowdown of `aim` × `max_slowdown` saves.
 
-        The slowdown is assumed to be linear in the bytes saved: between a plan that kept `max_slowdown` and one that
-        did not, if both exist, and otherwise proportional. If the last plan was not slower at all, such a plan may save
-        everything.
+        If there are two plans as `_kept_beside_broken` describes, the slowdown between them is assumed to be linear in
+        the bytes saved. Otherwise it is assumed to be proportional to them, as in the last plan. If the last plan was
+        not slower at all, the estimate is the whole unswapped peak.
         """
         aim = self.limits.aim * max_slowdown
         kept, broken = self._kept_beside_broken(max_slowdown)
@@ -295,11 +299,13 @@ class Frontier:
     def reason_to_move(self, max_slowdown: float, least_peak_bytes: int) -> str | None:
         """Return why to try another plan; None if the search may end.
 
-        Another plan is tried in two cases. First, the last plan was too slow, and each plan that kept `max_slowdown`
-        needs over `peak_step` more memory than it. Second, the last plan kept `max_slowdown`, and a plan whose slowdown
-        is `aim` × `max_slowdown` would probably need over `peak_step` less memory (`_likely_saved`), or be worth its
-        hooks, which the last plan is not. But no plan follows if the last one needs at most `peak_step` more memory
-        than a plan that was too slow.
+        If the last plan was too slow, another one is tried, unless a plan that kept `max_slowdown` needs at most
+        `peak_step` more memory than the last one.
+
+        If the last plan kept `max_slowdown`, the plan whose slowdown is `aim` × `max_slowdown` is estimated
+        (`_likely_saved`). It is tried if it needs over `peak_step` less memory than the last plan, or if it saves
+        enough to be worth the time of its hooks and the last plan does not. It is not tried if a plan that was too slow
+        needs nearly as much memory as the last one (a difference of at most `peak_step`).
 
         Parameters
         ----------

@@ -56,8 +56,8 @@ class PlannedStep:
         Number of consecutive profiles, this one included, without the bytes of temporaries; 0 if this one has them.
     steps, plan_steps, replans
         Number of steps since the first plan; number of steps that have followed the present plan since its measurement
-        began, without reference steps and those while the device was behind; number of new plans that measured steps
-        have caused since the search last began.
+        began, except reference steps and steps that were not measured because of `is_behind`; number of plans made
+        because of measured steps since the search last began.
     frontier
         Reference steps, and the measured slowdown of the plans so far.
     executors
@@ -146,14 +146,14 @@ class PlannedStep:
 
     @property
     def is_behind(self) -> bool:
-        """Whether as many measured steps as can be remembered wait for the device: another one would replace one.
+        """Whether `executors` is full of steps that the device has not completed, so that no more step is measured.
 
         Steps without a backward pass, which are never read, do not count.
         """
         return len(self.executors) == self.executors.maxlen and all(map(_has_ended, self.executors))
 
     def remember(self, executor: MeteredExecutor) -> None:
-        """Keep a step's measurements until they are read; forget those of a step without a backward pass first."""
+        """Keep a step's measurements until they are read. If they are too many, drop a step without a backward pass."""
         if len(self.executors) == self.executors.maxlen:
             abandoned = next((each for each in self.executors if not _has_ended(each)), self.executors[0])
             self.executors.remove(abandoned)
@@ -170,8 +170,8 @@ class PlannedStep:
         trace = self.profile.trace
         profile, held = self.profile, self.held
         held = held if away_bytes is None else replace(held, away=away_bytes)
-        # A step does not allocate gradients that exist before it. So if more of them exist now than before the profiled
-        # step, subtract those that the profiled step allocated.
+        # A step does not allocate gradients that exist before it. So if more gradients exist now than before the
+        # profiled step, the bytes that the profiled step allocated for gradients are subtracted.
         own = profile.gradient_bytes if held.gradients > profile.held.gradients else [0] * len(trace.nodes)
         more = [max(held.total - profile.held.total - made, held.kept - profile.held.kept) for made in own]
         nodes = trace.nodes
@@ -214,7 +214,7 @@ class PlannedStep:
         """Discard the measurements of the present plan and measure it again: other programs slowed its steps."""
         self.frontier.repeats += 1
         self.frontier.searched += len(self.costs) + len(self.frontier.references)
-        self.reference = None  # memory may be free, or no longer
+        self.reference = None  # whether it may keep every tensor depends on the free memory, which may have changed
         self._forget_measured_steps()
 
     def _forget_measured_steps(self) -> None:
@@ -370,7 +370,7 @@ def _without_slowing(seconds: Sequence[float], slowed: float) -> tuple[float, ..
 
 
 def _with_earlier_prefetches(plan: Plan, late: Mapping[int, float], limit_bytes: int) -> Plan:
-    """Return the plan with each late tensor prefetched earlier by the time that it was late, within the limit."""
+    """Return the plan with each late tensor's prefetch moved earlier by the seconds it was late, within the limit."""
     starts = plan.timing.start
     swaps = {swap.id: swap for swap in plan.swaps}
     for tensor_id, seconds in sorted(late.items(), key=lambda item: -item[1]):

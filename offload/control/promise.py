@@ -83,15 +83,16 @@ class SlowdownPromise:
             planned.frontier.begun += 1
             counts.reference_steps += 1
             return True
-        planned.plan_steps += not planned.is_behind  # a step that is not measured has no reference step beside it
+        planned.plan_steps += not planned.is_behind  # counts measured steps: reference steps are due by their number
         return False
 
     def reference_schedule(self, planned: PlannedStep) -> Schedule:
         """Return the schedule of the reference step that begins.
 
         During a search it keeps every tensor if the plan lowers the peak by at most `kept_share`, no `memory_limit` is
-        given, and enough memory is free. Then it is as fast as without offload, except for its hooks. Otherwise
-        computation waits while a copy runs. All reference steps that are compared with one plan follow one schedule.
+        given, and enough memory is free. Then it is as fast as without offload, except for its hooks. Otherwise tensors
+        are copied as in the plan, but computation waits during each copy, and the waits are not counted. All reference
+        steps that are compared with one plan follow one schedule.
         """
         plan, limits = planned.plan, self._limits
         assert plan is not None
@@ -122,8 +123,8 @@ class SlowdownPromise:
     def needs_plan(self, planned: PlannedStep) -> bool:
         """Return whether measured steps show that a new plan is due.
 
-        With `max_slowdown` they are compared with reference steps, otherwise with the plan. If the search for a plan
-        ends here, the best plan that was tried is followed from now on. If a new plan is due, logs the reason, and
+        If `applies`, they are compared with reference steps, otherwise with the plan. If the search for a plan ends
+        here, the plan of `_best` is followed from now on. If a new plan is due, logs the reason, and
         counts the new plan in `planned.replans`. If an ended search starts again, this count is set to 0 instead.
         """
         self._copies.read()
@@ -152,7 +153,7 @@ class SlowdownPromise:
         return planned.frontier.is_due(planned.plan_steps)
 
     def _is_broken(self, planned: PlannedStep, link: Link) -> bool:
-        """Return whether another plan is due. If the search ends, the best plan is used."""
+        """Return whether another plan is due. If the search ends, the plan of `_best` is followed."""
         frontier, plan, allowed = planned.frontier, planned.plan, self._options.max_slowdown
         assert plan is not None
         assert allowed is not None
@@ -182,7 +183,7 @@ class SlowdownPromise:
         return True
 
     def is_outdated(self, planned: PlannedStep) -> bool:
-        """Return whether an optimizer made its first update ever after the plan was made, so that a new plan is due.
+        """Return whether a new plan is due because an optimizer has made its very first update since the plan was made.
 
         If so, the search begins again, and a second call returns False.
         """
@@ -258,8 +259,8 @@ class SlowdownPromise:
             return self._last(planned, allowed)
         plan = make(options=replace(options, max_slowdown=allowed), held_bytes=held_bytes, effort=effort)
         if not (plan.swaps or plan.recomputes) and trace.tensors and planned.replans < self._limits.replans:
-            # No plan within `max_slowdown` moves tensors. But the predicted slowdown may be too high. So a plan with a
-            # larger predicted slowdown is tried: its measured steps show the actual one.
+            # No plan whose predicted slowdown is within `max_slowdown` moves tensors. But the prediction may be larger
+            # than the actual slowdown. So a plan with a larger prediction is tried, and its slowdown is measured.
             wanted = self._limits.exploring * allowed
             return make(options=replace(options, max_slowdown=wanted), held_bytes=held_bytes, effort=effort / 2)
         return plan

@@ -119,7 +119,7 @@ class StateMover:
         self._hooks.append(optimizer.register_load_state_dict_pre_hook(partial(defer, self, self._min_nbytes)))
         self._hooks.append(optimizer.register_load_state_dict_post_hook(self._after_load_state_dict, prepend=True))
         self.counts.stays = STAYS_BY_PLAN if self.share.is_empty else ""
-        self._after_load_state_dict(optimizer)  # copies leave: the program may hold loaded tensors
+        self._after_load_state_dict(optimizer)  # moves out copies of loaded state: the program may hold the tensors
         self.look()
 
     def close(self) -> None:
@@ -198,7 +198,7 @@ class StateMover:
         self.limit_writing()
 
     def limit_writing(self) -> None:
-        """Wait for copy-outs until the rest take at most `BEHIND_BYTES`, or only this optimizer's latest is left."""
+        """Wait until unfinished copy-outs hold at most `BEHIND_BYTES`, or only this optimizer's latest remains."""
         self._behind.wait(self.engine, BEHIND_BYTES)
 
     def _leave_all(self, state: StreamedState) -> None:
@@ -256,8 +256,8 @@ class StateMover:
                 untraced(self._step_now, optimizer, step, chunk_bytes)
             return loss
 
-        # The class's step function gets a stand-in without parameters, so that it only calls the closure. It does so
-        # after all pre-hooks: a pre-hook registered later can still change gradients.
+        # The class's step function is called with an optimizer that has no parameters in place of `optimizer`, so that
+        # it only calls the closure. It does so after all pre-hooks: one registered later can still change gradients.
         return (stepping_nothing(optimizer, has_state=not is_at_rest),), {"closure": opaque(step_in_chunks)}
 
     def _why_whole(

@@ -29,7 +29,7 @@ from offload.torch_compat.tensors import local_of
 __all__ = ["MovableChunk", "NameOf", "StateMovers"]
 
 # The planner gets the state of an optimizer in chunks of up to 1/512 of it, or up to CHUNK_BYTES if that is more. A
-# parameter with more state is a chunk of its own.
+# parameter with more state is a chunk of its own. All state is one chunk if the optimizer's step cannot be divided.
 _CHUNKS_MAX = 512
 
 
@@ -86,7 +86,7 @@ class StateMovers:
         Counts for each optimizer whose gradients may leave.
     has_room
         Returns whether a number of bytes fits within the memory limit, in addition to the peak of the profiled step
-        without swapping. Asked for optimizers that were not given: if the state fits, it stays until there is a plan.
+        without swapping. State that fits stays until there is a plan, if `enable` was not given the optimizer.
     passes
         Counts the forward passes of the model.
 
@@ -134,8 +134,8 @@ class StateMovers:
     ) -> None:
         """Move the state of further optimizers and their gradients, or step them in backward.
 
-        From then on no plan chooses which state moves. Of optimizers that are not in `optimizers`, the state that moves
-        now continues to move, and the rest stays in memory.
+        From then on no plan chooses which state moves. Other optimizers keep what they have: state that moves
+        continues to move, and the rest stays in memory.
 
         Raises
         ------

@@ -132,7 +132,7 @@ class StreamedState(defaultdict[Any, State]):
             if each is None or not each.is_away:
                 if not is_movable(state[name], self.engine.device, self._min_nbytes):
                     continue
-                # True if another key, an attribute or a variable holds the tensor. It stays: away tensors read as NaN.
+                # True if another key, an attribute or a variable also holds the tensor, and would read NaN if it left.
                 is_held = sys.getrefcount(state[name]) > _HELD_ONCE + (each is not None) or is_local_held(state[name])
                 if not is_held and not holds_alone(local_of(state[name])):
                     self.engine.drain()  # an unfinished copy-out may still hold the memory
@@ -243,8 +243,9 @@ class StreamedState(defaultdict[Any, State]):
         ----------
         is_snapshot
             Where the copies of moved tensors are. If False, in the device's memory. If True and the device is an
-            accelerator, in host memory (DTensors: on the device). If True on the CPU, in a file, beside the copies of
-            tensors that could move and are in one place of the state; if there can be no file, all are in memory.
+            accelerator, in host memory (DTensors: on the device). If True on the CPU, in a file, together with the
+            copies of tensors that could move and are only in one place of the state; all are in memory if no file can
+            be made.
         """
         snapshot = self._snapshot() if is_snapshot and not self.engine.is_accelerator else None
         with closing(snapshot) if snapshot is not None else nullcontext():

@@ -1,4 +1,4 @@
-"""Into which chunks the step of an optimizer whose state stays in memory is divided, so that it keeps `memory_limit`.
+"""Divides the step of an optimizer whose state stays in memory into chunks, so that the step keeps `memory_limit`.
 
 With foreach kernels, a step allocates temporary tensors for all parameters at once. A divided step allocates them for
 one chunk at a time. `StateMover` uses it.
@@ -23,7 +23,8 @@ from offload.torch_compat.tensors import local_of
 __all__ = ["STATE_MOST", "UpdateRoom", "step_divided"]
 
 STATE_MOST = 3  # no optimizer of torch has more state than this many times the bytes of its parameters
-TEMPORARIES_MOST = 3  # no foreach step of torch's optimizers allocates more than this many times the same bytes
+# No foreach step of torch's optimizers allocates more than this many times the bytes of its parameters.
+TEMPORARIES_MOST = 3
 _CHUNK_BYTES = 16 << 20  # parameters that are updated together even if their temporaries exceed the limit
 
 
@@ -46,7 +47,7 @@ class UpdateRoom:
         self._limit_bytes = limit_bytes or 0
 
     def chunk_bytes(self, optimizer: Optimizer, *, has_closure: bool = False) -> int | None:
-        """Return how many bytes of parameters the step that begins may update together; None: all of them.
+        """Return how many bytes of parameters may be updated together in the next step; None: all of them.
 
         None too if its temporaries are not known, because the optimizer is not one of torch's. `has_closure`: the step
         gets a closure, which may make the gradients.

@@ -184,8 +184,8 @@ def manual_plan(
     Returns
     -------
     Plan
-        A tensor is released before the first node that starts after its copy-out and its last use in forward have
-        ended, or before its prefetch if that is earlier.
+        A tensor is released before a node: the first one that starts when its copy-out and its last use in forward
+        have ended, but at the latest the node of its prefetch.
 
     Raises
     ------
@@ -235,7 +235,7 @@ def _fixed_lead(trace: Trace, step: Step, chosen: Sequence[int], lead_nodes: int
 def _least_memory(trace: Trace, step: Step, allowed: float, *, recompute: bool, effort: float) -> JointPlacement:
     """Return the placement with the lowest peak found whose step takes at most `allowed` seconds.
 
-    Bisects the limit with small search budgets, then tries lower limits with a larger one.
+    Bisects the limit, with a small search budget for each try; then tries lower limits with a larger budget.
     """
     low, high = least_feasible_limit(trace), int(step.unswapped_bytes.max(initial=0))
     best = JointPlacement(frozenset(), step, SwapPlacement(step.compute_seconds, (), (), (), ()))
@@ -269,7 +269,7 @@ def _least_memory(trace: Trace, step: Step, allowed: float, *, recompute: bool, 
     if not best.placement.indices:
         return best
     placement = best.placement
-    if high == low:  # the least feasible limit is reached: use the budget of one more limit to reduce the step time
+    if high == low:  # the least feasible limit is reached: spend the budget of one more try on a shorter step
         placement = improve(best.step, low, placement, step.compute_seconds, SearchBudget(effort * share, effort))
     return replace(best, placement=_prefetch_earlier(best.step, placement, high, allowed))
 

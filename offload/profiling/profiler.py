@@ -149,7 +149,7 @@ class Profile:
     knows_temporaries
         Whether all allocations of the step were recorded, to its end.
     made_gradient_bytes
-        The bytes of gradients that this step allocated, in its last node too.
+        The bytes of gradients that this step allocated, including those of its last node.
     """
 
     order: StepOrder
@@ -161,7 +161,7 @@ class Profile:
     made_gradient_bytes: int = 0
 
     def room_bytes(self, limit_bytes: int | None, held: HeldBytes) -> int | None:
-        """Return how many bytes the measurement of the link may use: what `held` leaves of `limit_bytes`.
+        """Return how many bytes the measurement of copy speed may use: `limit_bytes` less what `held` counts.
 
         None without a limit. Otherwise at least 1/64 of the limit, so that blocks of a useful size can be copied in any
         case: with ``optimizer_state="auto"``, state that a plan will move out may still take all of the limit.
@@ -337,7 +337,7 @@ def tensor_of(storage: SavedStorage, order: StepOrder) -> SavedTensor | None:
     copied = sum(entry.nbytes for entry in entries)
     return SavedTensor(
         id=storage.entries[0],
-        bytes=max(copied, storage.nbytes),  # a kept view holds its whole storage, although its entry is only a part
+        bytes=max(copied, storage.nbytes),  # a view that is kept keeps all of its storage; its entry may be smaller
         produced=packed,
         packed=packed,
         last_forward=max(last_forward, packed),

@@ -69,7 +69,7 @@ class StepObserver(Protocol):
         """Called at the start of a pack hook in Python that may wait or start a copy."""
 
     def pass_by(self, pack_index: int) -> None:
-        """Called at the pack of a kept tensor if the node that begins after it has a release or a prefetch."""
+        """Called at the pack of a kept tensor if a node with a release or a prefetch may begin after this pack."""
 
     def reason_to_keep(self, pack_index: int, nbytes: int) -> str | None:
         """Return why this storage is kept; None if it is swapped, or dropped and recomputed in backward."""

@@ -61,7 +61,7 @@ class Schedule:
         tuple[int, int, int], ...
     ]  # (node at whose start the copy-in is queued, first_backward, pack index), in order
     # pack index → node, for packs whose unpack uses a swapped or recomputed tensor, or begins a backward node (in the
-    # manual mode: one with a prefetch)
+    # manual mode: a backward node with a prefetch)
     watched: Mapping[int, int]
     plan: Plan | None = None
     borrowed: bool = False  # from a step with larger inputs
@@ -126,7 +126,7 @@ class Schedule:
 
     @cached_property
     def templates(self) -> Templates:
-        """The recorded operators of each window. Later steps compare theirs with these, instead of recording them."""
+        """The recorded operators of each window. Later steps compare their operators with these, and record nothing."""
         return Templates()
 
     @cached_property
@@ -272,7 +272,7 @@ def _copies(
 
 
 def _watched(order: StepOrder, swapped: Iterable[int], nodes: Iterable[int]) -> dict[int, int]:
-    """Return the packs to watch: those of swapped tensors, and the first unpack of each of `nodes`."""
+    """Return the packs to watch: those of `swapped` (swapped or dropped), and the first unpack of each of `nodes`."""
     watched: dict[int, int] = {}
     swapped, wanted = set(swapped), set(nodes)
     for node, pack_index in order.uses:

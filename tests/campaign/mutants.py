@@ -125,7 +125,7 @@ OUTSIDE = {
     "a forked child does not free its tickets": [PROCESSES + "forks.py::test_child_that_touches_the_engine"],
     "a forked child waits for no lane": [PROCESSES + "forks.py::test_child_that_leaves_the_engine_alone"],
     "slabs are not locked with mlock": [PROCESSES + "limits.py::test_no_memory_to_lock[slab]"],
-    "a copy without an entry is waited for": ["tests/core/test_no_memory.py::test_no_memory_for_the_engine"],
+    "a copy that could not be listed is waited for": ["tests/core/test_no_memory.py::test_no_memory_for_the_engine"],
     "a forked child is refused": [PROCESSES + "forks.py::test_child_that_touches_the_engine"],
 }
 OUTSIDE |= {

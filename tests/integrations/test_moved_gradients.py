@@ -11,6 +11,7 @@ from optimizer_state.state_rig import assert_equal
 from torch.nn.parallel import DistributedDataParallel
 
 from offload.optimizer_state import mover
+from offload.torch_compat.tensors import local_of
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 MOVED = {"optimizer_state": True, "gradients": True}
@@ -103,28 +104,47 @@ def test_lightning(how):
     assert_equal(found, lightning_run(how, steps=STEPS, **switches))
 
 
-def test_gradients_of_several_processes_stay(tmp_path):
+@pytest.mark.parametrize("kind", ["DDP", "FSDP2"])
+def test_gradients_of_several_processes_stay(kind, tmp_path):
+    from torch.distributed.fsdp import fully_shard
+
     import offload
 
     def train(is_moved):
         torch.manual_seed(0)
         model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.Linear(64, 8))
-        optimizer = torch.optim.AdamW(model.parameters())
-        handle = offload.enable(model, optimizer=optimizer, spill_dir=tmp_path, **ON) if is_moved else None
         torch.distributed.init_process_group("gloo", f"file://{tmp_path}/store{is_moved}", rank=0, world_size=1)
         try:
-            outer = DistributedDataParallel(model)
+            outer = fully_shard(model) if kind == "FSDP2" else model
+            optimizer = torch.optim.AdamW(model.parameters())
+            handle = offload.enable(model, optimizer=optimizer, spill_dir=tmp_path, **ON) if is_moved else None
+            outer = DistributedDataParallel(model) if kind == "DDP" else outer
             for number in range(3):
                 optimizer.zero_grad()
                 x = torch.randn(4, 32, generator=torch.Generator().manual_seed(number))
                 outer(x).square().mean().backward()
                 optimizer.step()
+            found = [[local_of(p).clone() for p in model.parameters()], states(optimizer)]
         finally:
             torch.distributed.destroy_process_group()
-        return everything(model, optimizer), handle
+        return found, handle
 
     expected, _ = train(False)
     found, handle = train(True)
     assert_equal(found, expected)
-    assert handle.report().gradients[0].out_bytes == 0
+    report = handle.report()
+    assert report.gradients[0].out_bytes == 0
+    assert report.optimizer_state[0].in_bytes > 0
     handle.disable()
+
+
+def states(optimizer):
+    return [[local_of(value).clone() for value in each.values()] for each in optimizer.state_dict()["state"].values()]
+
+
+def test_gradients_of_kerass_own_optimizers():
+    need("keras")
+    import test_keras as rig
+
+    with pytest.raises(ValueError, match="gradients=True cannot be used with Keras"):
+        rig.OffloadCallback(gradients=True)
