@@ -208,8 +208,8 @@ class Session:
     ) -> None:  # fmt: skip
         """For an optimizer created after `enable` or `materialize`: move its state, or step it in backward, or both.
 
-        Call it between two steps. From then on, no plan chooses which state moves: state of other optimizers that moves
-        at the time of this call continues to move, and the rest stays. `optimizer_state` is True or False.
+        Call it between two steps. From then on, no plan chooses which state moves. Other optimizers continue as they
+        are: state that plans had chosen to move moves, and the rest stays. `optimizer_state` is True or False.
 
         Raises
         ------

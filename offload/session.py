@@ -116,9 +116,10 @@ def enable(
         them; they are written to the store only once. ``"all"``: trained parameters too, which are written again after
         each update. With `step_in_backward`, a parameter is updated in backward, while it is in memory. With
         ``optimizer_state=True``, `optimizer.step()` swaps in a few parameters at a time, with their state. With
-        neither, each parameter is read when the optimizer uses it. ``"auto"``, the default: as ``"frozen"`` if the
-        parameters, the buffers and the gradients of the trained parameters alone exceed `memory_limit` (gradients do
-        not count with `step_in_backward` or `gradients`); else as ``False``. ``False``: all parameters stay in memory.
+        neither, each parameter is swapped in when the optimizer uses it. ``"auto"``, the default: ``"frozen"`` if
+        `memory_limit` is less than the sum of all parameters, all buffers and the gradients of trained parameters
+        (gradients do not count with `step_in_backward` or `gradients`); else ``False``. ``False``: all parameters stay
+        in memory.
 
     Returns
     -------

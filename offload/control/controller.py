@@ -377,7 +377,7 @@ class PlanController:
 
     @property
     def main(self) -> PlannedStep | None:
-        """The `PlannedStep` followed by the most steps of its own signature; in a tie, the last one used."""
+        """The `PlannedStep` with the largest number of steps; in a tie, the one used last."""
         with self._lock:
             planned = [state.planned for state in reversed(self._states.values()) if state.planned is not None]
         return max(planned, key=lambda each: each.steps, default=None)

@@ -146,14 +146,14 @@ class PlannedStep:
 
     @property
     def is_behind(self) -> bool:
-        """Whether `executors` is full of steps that the device has not completed, so that no more step is measured.
+        """Whether `executors` is full of steps that the host has ended and the device has not.
 
-        Steps without a backward pass, which are never read, do not count.
+        Then no further step is measured. If one of the steps has no backward pass, a further step takes its place.
         """
         return len(self.executors) == self.executors.maxlen and all(map(_has_ended, self.executors))
 
     def remember(self, executor: MeteredExecutor) -> None:
-        """Keep a step's measurements until they are read. If they are too many, drop a step without a backward pass."""
+        """Keep a step's measurements until they are read. If `executors` is full, one is dropped (see `is_behind`)."""
         if len(self.executors) == self.executors.maxlen:
             abandoned = next((each for each in self.executors if not _has_ended(each)), self.executors[0])
             self.executors.remove(abandoned)

@@ -105,7 +105,7 @@ def least_memory_plan(
     recompute: bool = True,
     effort: float = 1.0,
 ) -> Plan:
-    """Return the plan with the lowest peak memory found that makes the step at most `max_slowdown` longer.
+    """Search for the plan with the lowest peak memory whose step is at most `max_slowdown` longer, and return it.
 
     Parameters
     ----------
@@ -184,8 +184,8 @@ def manual_plan(
     Returns
     -------
     Plan
-        A tensor is released before a node: the first one that starts when its copy-out and its last use in forward
-        have ended, but at the latest the node of its prefetch.
+        A tensor's release node is the first one that starts after the end of its copy-out and of its last use in
+        forward. If this node comes after the prefetch node, the tensor is released before the prefetch node instead.
 
     Raises
     ------
@@ -204,7 +204,7 @@ def manual_plan(
     chosen = rankings(step)[0][:count]
     if lead_nodes == "auto":
         placement = step.place(chosen, unlimited)
-        assert placement is not None  # the limit is above the unswapped peak, and there is no cutoff
+        assert placement is not None  # the limit is above the unswapped peak, and the step may take any time
         swaps = step.swaps(placement)
     else:
         swaps = _fixed_lead(trace, step, chosen, lead_nodes, unlimited)
@@ -269,7 +269,7 @@ def _least_memory(trace: Trace, step: Step, allowed: float, *, recompute: bool, 
     if not best.placement.indices:
         return best
     placement = best.placement
-    if high == low:  # the least feasible limit is reached: spend the budget of one more try on a shorter step
+    if high == low:  # the least feasible limit is reached: the budget that is left is spent on shortening the step
         placement = improve(best.step, low, placement, step.compute_seconds, SearchBudget(effort * share, effort))
     return replace(best, placement=_prefetch_earlier(best.step, placement, high, allowed))
 
@@ -278,7 +278,7 @@ def _fastest_swaps(
     step: Step, limit_bytes: int, target_seconds: float, budget: SearchBudget, exhaustive_max: int = _EXHAUSTIVE_MAX
 ) -> SwapPlacement:
     placement = fastest_placement(step, limit_bytes, target_seconds, budget, exhaustive_max)
-    assert placement is not None  # the limit is feasible: the set of all tensors stays within it
+    assert placement is not None  # the limit is feasible: swapping all tensors keeps it
     return placement
 
 

@@ -179,11 +179,11 @@ class Stopwatch:
             self._engine.store.defer_copy_outs(False)
 
     def listen_for_the_end(self) -> None:
-        """If a backward pass is running, register a callback at its end, which records the time; once for each pass."""
+        """If a backward pass is running, register a callback for its end, which records the time; once in each pass."""
         if not self.clock.is_listening and current_node() is not None:
             self.clock.is_listening = True
             self._follow_stream()
-            # Does not keep this object alive: a thread of torch may hold the callback briefly after backward returns.
+            # The callback holds this object weakly: a thread of torch may keep the callback for a while after backward.
             call_at_end_of_backward(weak_callback(self._finish))
 
     def _follow_stream(self) -> None:

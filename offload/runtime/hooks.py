@@ -98,12 +98,12 @@ class StepHooks(HookCore):
     """The hooks of one forward pass and of the backward passes over it.
 
     `pack` and `unpack` are methods of the base class, in C++. They handle most kept tensors. In a step that follows a
-    schedule and runs as recorded, they also handle swapped tensors (`csrc/swap_hooks.cpp`), with two exceptions. If
-    `Policy.asks_modules` returns True, Python handles all of them. And Python packs a tensor while operators are
-    recorded, and if a dropped tensor is recomputed from it. Recomputed tensors are unpacked by Python. To leave a
-    tensor to Python, the C++ methods call `pack_due`, `pack_candidate`, `unpack_watched` or `unpack_swapped`. They call
-    `pack_failed` or `unpack_failed` if a swap by C++ fails, and `refuse` if a kept tensor was changed in place. Before
-    `attach` is called, tensors are swapped, but nothing is prefetched.
+    schedule and runs as recorded, they also handle swapped tensors (`csrc/swap_hooks.cpp`), except in three cases, in
+    which Python does: if `Policy.asks_modules` returns True; if operators are being recorded; and for a tensor from
+    which a dropped tensor will be recomputed. Recomputed tensors are unpacked by Python. To leave a tensor to Python,
+    the C++ methods call `pack_due`, `pack_candidate`, `unpack_watched` or `unpack_swapped`. They call `pack_failed` or
+    `unpack_failed` if a swap by C++ fails, and `refuse` if a kept tensor was changed in place. Before `attach` is
+    called, tensors are swapped, but nothing is prefetched.
     """
 
     def __init__(self, policy: Policy) -> None:

@@ -136,7 +136,7 @@ class Schedule:
 
     @property
     def _recorded(self) -> Iterator[int]:
-        """Packs that Python handles if their tensor is swapped: a recipe reads it, or they are in a recorded window."""
+        """Packs that Python handles if their tensor is swapped: a recipe reads it, or a window includes the pack."""
         yield from self.sources
         for opens, closes in self.windows:
             yield from range(max(opens, 0), closes + 1)
@@ -272,7 +272,7 @@ def _copies(
 
 
 def _watched(order: StepOrder, swapped: Iterable[int], nodes: Iterable[int]) -> dict[int, int]:
-    """Return the packs to watch: those of `swapped` (swapped or dropped), and the first unpack of each of `nodes`."""
+    """Return the packs whose unpack is watched: those in `swapped`, and the first one to be unpacked in each node."""
     watched: dict[int, int] = {}
     swapped, wanted = set(swapped), set(nodes)
     for node, pack_index in order.uses:
