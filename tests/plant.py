@@ -59,7 +59,11 @@ class Plant:
     plans: dict[int, Plan] = field(default_factory=dict)  # by the number of the first step that followed it
 
     def __post_init__(self) -> None:
-        self._random = random.Random(self.seed)
+        self.reseed(self.seed)
+
+    def reseed(self, seed: int) -> None:
+        """Let the same machine have other noise."""
+        self._random = random.Random(seed)
         self._drift = 0.0
 
     @property

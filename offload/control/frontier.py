@@ -7,7 +7,8 @@ is kept, if the plan saves little (`SlowdownPromise.reference_schedule`). The du
 `runtime/schedule.py`) show how long the step takes without swapping, on this machine and at this time. `judge`
 subtracts this duration, and the recomputation, waits and hooks that the plan predicts, from the measured duration of
 the plan's steps. The remainder is taken as the time by which copies and, if the plan recomputes, the recording of
-operators slowed the computation. `learn` derives a cost per moved byte from it, which the next plan uses.
+operators slowed the computation. From the remainders of all plans tried so far, `estimate.py` derives a cost per moved
+byte, which the next plan uses, and corrects the measured slowdowns.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from dataclasses import dataclass, field, replace
 from math import sqrt
 from statistics import median
 
+from offload.control.estimate import estimated
 from offload.control.limits import Limits
 from offload.control.step_cost import StepCost
 from offload.control.tried_plan import TriedPlan
@@ -48,9 +50,13 @@ class Frontier:
         How often the steps of the present plan have been measured again.
     tried
         Plans that have been judged, in the order of judging.
+    calibrated_byte_seconds
+        The cost of a moved byte that the first plan of this search assumes; None before it is judged.
+    byte_seconds
+        Seconds by which each moved byte, swapped or recomputed, slows the computation, as estimated from `tried`.
     recompute_byte_seconds
         Seconds by which each recomputed byte is assumed to slow the computation, because operators have to be recorded.
-        `learn` sets it to the measured cost per moved byte, swapped or recomputed, if the last plan recomputed.
+        `learn` sets it to `byte_seconds` if the last plan recomputed.
     searched
         Number of steps that were measured to judge plans in this search, reference steps included.
     is_settled
@@ -66,6 +72,8 @@ class Frontier:
     reference_node_seconds: list[float] | None = None
     repeats: int = 0
     tried: list[TriedPlan] = field(default_factory=list)
+    calibrated_byte_seconds: float | None = None
+    byte_seconds: float = 0.0
     recompute_byte_seconds: float = 0.0
     searched: int = 0
     is_settled: bool = False
@@ -146,6 +154,7 @@ class Frontier:
     def search_again(self) -> None:
         """Forget the tried plans, so that the search begins again."""
         self.is_settled = False
+        self.calibrated_byte_seconds = None
         self.tried.clear()
         self.looks.clear()
         self.searched = 0
@@ -165,7 +174,7 @@ class Frontier:
         return len(self.references) < self.limits.judged_steps and self.begun < plan_steps
 
     def learn(self, link: Link) -> Link:
-        """Estimate from the tried plans by how much each moved byte slows the computation.
+        """Return the link with the estimated cost of a moved byte.
 
         Sets `recompute_byte_seconds` if the last plan recomputes.
 
@@ -179,13 +188,9 @@ class Frontier:
         Link
             The link with the estimate as `byte_seconds`; unchanged while no plan has swapped.
         """
-        points = [(each.moved_bytes, max(0.0, each.unexplained_seconds)) for each in self.tried]
-        byte_seconds = _slope(points)
-        if byte_seconds is None:
-            return link
         if self.tried[-1].plan.recomputes:
-            self.recompute_byte_seconds = byte_seconds
-        return replace(link, byte_seconds=byte_seconds) if any(each.plan.swaps for each in self.tried) else link
+            self.recompute_byte_seconds = self.byte_seconds
+        return replace(link, byte_seconds=self.byte_seconds) if any(each.plan.swaps for each in self.tried) else link
 
     def wanted_peak(self, max_slowdown: float) -> int:
         """Return the bytes that the next plan is to need at its peak. Must be called after the first plan was judged.
@@ -234,9 +239,10 @@ class Frontier:
         return last.saved_bytes * aim / last.slowdown_max if last.slowdown_max > 0 else last.plan.unswapped_peak_bytes
 
     def judge(self, plan: Plan, steps: Sequence[StepCost], max_slowdown: float) -> float | None:
-        """Return the slowdown of a plan, and store it in `tried`. None if more measured steps are needed.
+        """Estimate the slowdown of a plan, store it in `tried`, and return it. None if more measured steps are needed.
 
-        Sets `reference_node_seconds` if it returns a slowdown.
+        Sets `reference_node_seconds` and `byte_seconds`, and estimates the slowdowns of all plans in `tried` again, if
+        it returns a slowdown.
 
         Parameters
         ----------
@@ -245,35 +251,39 @@ class Frontier:
         steps
             Its last measured steps, without reference steps.
         max_slowdown
-            The promise. Steps are measured until the slowdown differs from it by at least the margin of error and is
-            not below zero by more than this margin, or until there are `judged_steps` steps of the plan and as many
-            reference steps.
+            The promise. Steps are measured until two conditions hold: the estimated slowdown differs from the promise
+            by at least the margin of error, and the measured one is not below zero by more than its own margin. With
+            `judged_steps` steps of the plan and as many reference steps, it is judged in any case.
         """
         count = min(len(steps), len(self.references))
         if count < self.limits.measurements_before_judging:
             return None
         compute = sum(self._median_nodes(self.references))
         taken = sum(self._median_nodes(steps)) + median(self._step(cost) - self._computed(cost) for cost in steps)
-        slowdown = taken / compute - 1
-        error = self._error(steps)
-        is_clear = abs(slowdown - max_slowdown) >= error and slowdown >= -error
+        explained = plan.step_seconds - plan.compute_seconds + len(plan.swaps) * plan.link.swap_seconds
+        explained -= _assumed_seconds(plan, self.recompute_byte_seconds)
+        measured, error = taken / compute - 1, self._error(steps)
+        own = TriedPlan(plan, measured, len(self.references), compute, taken - compute - explained, error)
+        calibrated = self.calibrated_byte_seconds
+        calibrated = plan.link.byte_seconds if calibrated is None else calibrated
+        others = [each for each in self.tried if each.plan is not plan]
+        tried, byte_seconds = estimated([*others, own], calibrated, self.limits)
+        found = tried[-1]
+        is_clear = abs(found.slowdown - max_slowdown) >= found.error
+        is_clear = is_clear and measured >= -self.limits.standard_errors * error
         if not is_clear and count < self.limits.judged_steps:
             return None
+        self.tried, self.byte_seconds, self.calibrated_byte_seconds = tried, byte_seconds, calibrated
+        self.searched += 2 * count
         self.reference_node_seconds = [
             median(column) for column in zip(*(cost.nodes for cost in self.references), strict=True)
         ]
-        explained = plan.step_seconds - plan.compute_seconds + len(plan.swaps) * plan.link.swap_seconds
-        explained -= _assumed_seconds(plan, self.recompute_byte_seconds)
-        self.searched += 2 * count
-        self.tried = [each for each in self.tried if each.plan is not plan]
-        unexplained = taken - compute - explained
-        self.tried.append(TriedPlan(plan, slowdown, len(self.references), unexplained, error))
-        return slowdown
+        return found.slowdown
 
     def _error(self, steps: Sequence[StepCost]) -> float:
-        """Return the margin of error of the slowdown.
+        """Return the standard error of the measured slowdown.
 
-        Each measured step is divided by the reference step beside it. The margin follows from how much these ratios
+        Each measured step is divided by the reference step beside it. The error follows from how much these ratios
         differ. It is based on their median and their median deviation, so a single slow step hardly changes it.
         """
         count = min(len(steps), len(self.references))
@@ -286,7 +296,7 @@ class Frontier:
         deviation = 1.4826 * median(abs(ratio - median(ratios)) for ratio in ratios)
         error = 1.2533 * deviation / sqrt(len(ratios))
         few = 1 + 1 / (len(ratios) - 1)  # as the deviation of few values is underestimated; close to Student's t
-        return self.limits.standard_errors * few * error
+        return few * error
 
     def may_keep(self, max_slowdown: float, saved_bytes: int) -> bool:
         """Return whether a plan that saves `saved_bytes` may keep the promise, judged by the last plan.
@@ -366,9 +376,3 @@ def _assumed_seconds(plan: Plan, byte_seconds: float) -> float:
     lighter = replace(plan.trace, tensors=tuple(tensors))
     slow, fast = (simulate(recomputed(each, dropped), plan.swaps, plan.link) for each in (plan.trace, lighter))
     return slow.step_seconds - fast.step_seconds
-
-
-def _slope(points: Sequence[tuple[int, float]]) -> float | None:
-    """Return b of the least-squares fit seconds = b × bytes; None if no point has bytes."""
-    squares = sum(size * size for size, _ in points)
-    return sum(size * seconds for size, seconds in points) / squares if squares else None

@@ -42,6 +42,10 @@ class Limits:
         The slowdown of a plan has a margin of error: `standard_errors` times its standard error. With `max_slowdown`,
         the steps of a plan and its reference steps are measured until slowdown and `max_slowdown` differ by more than
         the margin, at most `judged_steps` of each. A plan keeps `max_slowdown` if its slowdown plus the margin does.
+    cost_spread, cost_spread_min, plan_spread
+        What is expected before plans are measured (`estimate.py`): the standard deviation of the cost of a moved byte,
+        relative to the calibrated cost; what is added to it, as the share of the step that moving all tensors once
+        would cost; and the standard deviation of a plan's own slowdown.
     searched
         The search for a plan ends once at least this many steps, reference steps included, have been measured to judge
         plans. Three of each kind are the least for a plan: then the first plan and `replans` others can be judged.
@@ -103,6 +107,9 @@ class Limits:
     measurements_before_judging: int = 3
     judged_steps: int = 8
     standard_errors: float = 1.0
+    cost_spread: float = 1.0
+    cost_spread_min: float = 0.03
+    plan_spread: float = 0.005
     searched: int = 32
     steady_measured_every: int = 16
     device_measured_every: int = 32

@@ -1,8 +1,9 @@
-"""A plan whose slowdown has been measured. `Frontier` judges it."""
+"""A plan whose steps have been measured. `Frontier` judges it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import nan
 
 from offload.plan import Plan
 
@@ -15,12 +16,18 @@ class TriedPlan:
 
     Attributes
     ----------
-    slowdown
-        Slowdown relative to the computation of reference steps: 0.05 means that a step took 5 % longer.
-    error
-        Margin of error of `slowdown`: `Limits.standard_errors` times its standard error (`Frontier._error`).
+    measured
+        Measured slowdown, relative to the computation of reference steps: 0.05 means that a step took 5 % longer.
+    measured_error
+        The standard error of `measured` (`Frontier._error`).
     reference_steps
-        Number of reference steps from which `slowdown` was computed.
+        Number of reference steps from which `measured` was computed.
+    compute_seconds
+        Computation time of these reference steps (`Frontier.judge`).
+    slowdown
+        Estimated slowdown, from the measurements of all plans tried so far (`estimate.py`).
+    error
+        Margin of error of `slowdown`: `Limits.standard_errors` times its standard error.
     unexplained_seconds
         Measured step time minus the computation time of reference steps, minus the recomputation, waits and hook time
         that the plan predicts. It is taken as the time by which copies and the recording of operators slowed the
@@ -29,10 +36,13 @@ class TriedPlan:
     """
 
     plan: Plan
-    slowdown: float
+    measured: float
     reference_steps: int
-    unexplained_seconds: float = 0.0
-    error: float = 0.0
+    compute_seconds: float
+    unexplained_seconds: float
+    measured_error: float = 0.0
+    slowdown: float = nan
+    error: float = nan
 
     @property
     def slowdown_max(self) -> float:
