@@ -59,7 +59,7 @@ def pytest_addoption(parser):
     parser.addoption("--share", metavar="K/N", help="run the K-th of N equal shares of what was selected")
     parser.addoption("--device", choices=("cuda", "sim"), default="cuda", help="what tests marked gpu run on")
     parser.addoption("--twin-seed", type=int, default=0, help="the simulated accelerator's delays (default: 0)")
-    parser.addoption("--rounds", type=int, default=20, help="how many rounds tests/stress runs (default: 20)")
+    parser.addoption("--rounds", type=int, default=10, help="how many rounds tests/stress runs (default: 10)")
     parser.addoption("--seed", type=int, help="replay one seed of tests/campaign, under every schedule")
 
 

@@ -10,7 +10,7 @@ import pytest
 SCRIPT = Path(__file__).resolve().parents[1] / "bench" / "frozen_base.py"
 
 
-@pytest.mark.long
+@pytest.mark.full
 def test_it_prints_a_row(tmp_path):
     out = tmp_path / "rows.json"
     command = [sys.executable, str(SCRIPT), "--quick", "--json", str(out)]

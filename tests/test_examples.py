@@ -69,7 +69,7 @@ def test_keras_gaussian():
     assert "equal losses and accuracies" in wide
 
 
-@pytest.mark.long
+@pytest.mark.full
 def test_fashion_mnist(images):
     text = output_of("fashion_mnist", "--quick", "--data", images)
     assert "equal within rounding" in text
@@ -110,7 +110,7 @@ def test_image_classifier():
     assert "NOTHING WAS SWAPPED" not in text
 
 
-@pytest.mark.long
+@pytest.mark.full
 def test_image_classifier_in_two_processes():
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
     left_threads = str(ROOT / "tests" / "integrations" / "left_threads.py")

@@ -41,7 +41,7 @@ print("works")
 """
 
 pytestmark = [
-    pytest.mark.long,
+    pytest.mark.full,
     pytest.mark.skipif(sys.platform != "linux", reason="manylinux wheels are Linux wheels"),
     pytest.mark.timeout(900),
 ]

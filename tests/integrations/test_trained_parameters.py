@@ -180,7 +180,8 @@ def test_trained_lightning(kind, tmp_path):
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    "kind", ["DDP, enabled before", pytest.param("DDP, enabled after", marks=pytest.mark.full), "FSDP2"]
+    "kind",
+    [*(pytest.param(f"DDP, enabled {when}", marks=pytest.mark.full) for when in ("before", "after")), "FSDP2"],
 )
 def test_trained_several_processes(kind, tmp_path):
     command = [sys.executable, str(WORKER), kind, str(tmp_path), "all"]

@@ -42,7 +42,7 @@ ROWS = {
     "limit": [f"tests/twin/inside/test_{name}.py" for name in ("memory_limit", "memory_of_a_loss")],
     "processes": ["--long", "tests/twin/inside/test_processes.py"],
 }
-LATER = {"backend": "long", "models": "long", "training": "long", "processes": "long", "limit": "full"}
+LATER = {"backend": "long", "models": "full", "training": "long", "processes": "full", "limit": "full"}
 ON_GPUS = ["-m", "gpu", *(f"tests/{path}.py" for path in MARKED_GPU)]
 LONG_FILES = (
     "twin/inside/test_memory_limit",
