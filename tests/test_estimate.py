@@ -8,63 +8,115 @@ import pytest
 from test_frontier import machine, slowdown
 
 from offload.control.estimate import estimated
+from offload.control.frontier import Frontier
 from offload.control.limits import LIMITS
+from offload.control.step_cost import StepCost
 from offload.control.tried_plan import TriedPlan
+from offload.plan import least_memory_plan
 
 ALL_BYTES = 1000
 ALLOWED = 0.05
+EXACT = replace(LIMITS, deviation_min=0.0)
 EACH_ALONE = replace(LIMITS, plan_spread=1000.0)  # a mutant: what was measured of a plan counts for this plan only
+NO_FIXED_COST = replace(LIMITS, fixed_spread=0.0)  # a mutant: the whole slowdown is proportional to the bytes
+EXACT_PREDICTIONS = replace(LIMITS, predicted_spread=0.0)  # a mutant
+PAIRS = 5
+ERROR = 1.2533 * 1.25 / PAIRS**0.5  # the standard error of a measured slowdown, for a deviation of 1
 
 
-def tried(moved_bytes, measured, error, *, explained=0.0, compute_seconds=1.0):
-    """A plan that moves this many of 1,000 bytes, and the slowdown that was measured."""
-    tensors = [
-        SimpleNamespace(id=0, bytes=moved_bytes, copied_bytes=moved_bytes),
-        SimpleNamespace(id=1, bytes=ALL_BYTES - moved_bytes, copied_bytes=ALL_BYTES - moved_bytes),
-    ]
-    plan = SimpleNamespace(trace=SimpleNamespace(tensors=tensors), swaps=[SimpleNamespace(id=0)], recomputes=())
-    unexplained = compute_seconds * (measured - explained)
-    return TriedPlan(plan, measured, 3, compute_seconds, unexplained, error)
+def tried(copied_bytes, measured, error, *, predicted=0.0, recomputed_bytes=0, compute_seconds=1.0):
+    """A plan that copies and recomputes some of 1,000 bytes, and the slowdown that was measured."""
+    sizes = enumerate((copied_bytes, recomputed_bytes, ALL_BYTES - copied_bytes - recomputed_bytes))
+    tensors = [SimpleNamespace(id=number, bytes=size, copied_bytes=size) for number, size in sizes]
+    moves = {"swaps": [SimpleNamespace(id=0)], "recomputes": [SimpleNamespace(id=1)]}
+    plan = SimpleNamespace(trace=SimpleNamespace(tensors=tensors), **moves)
+    rest_seconds = compute_seconds * (measured - predicted)
+    return TriedPlan(plan, measured, error / ERROR, PAIRS, PAIRS, compute_seconds, rest_seconds)
+
+
+def slowdowns(plans, byte_seconds=0.0, limits=LIMITS):
+    return [each.slowdown for each in estimated(plans, byte_seconds, limits).tried]
 
 
 def test_a_measurement_without_error_is_the_estimate():
-    plans, cost = estimated([tried(500, 0.08, 0.0), tried(100, 0.01, 0.0)], 1e-4, LIMITS)
-    assert [each.slowdown for each in plans] == pytest.approx([0.08, 0.01])
-    assert [each.error for each in plans] == pytest.approx([0.0, 0.0], abs=1e-6)
-    assert cost == pytest.approx(0.08 / 500, rel=0.02)
+    found = estimated([tried(500, 0.08, 0.0), tried(100, 0.01, 0.0)], 1e-4, EXACT)
+    assert [each.slowdown for each in found.tried] == [0.08, 0.01]
+    assert [(each.error, each.measured_error) for each in found.tried] == [(0.0, 0.0)] * 2
+    assert found.byte_seconds == pytest.approx(0.08 / 500, rel=0.1)
 
 
 @pytest.mark.parametrize("compute_seconds", [1.0, 20.0])
-@pytest.mark.parametrize("explained", [0.0, 0.02])
-def test_an_estimate_is_the_mean_of_expected_and_measured_by_their_errors(explained, compute_seconds):
-    """500 bytes are expected to cost 5 % of the step, give or take as much again and half of 3 %."""
-    plan = tried(500, explained + 0.01, 0.05, explained=explained, compute_seconds=compute_seconds)
-    [found], cost = estimated([plan], 1e-4 * compute_seconds, LIMITS)
-    expected_error = 0.05 * LIMITS.cost_spread + 0.5 * LIMITS.cost_spread_min
-    variance = expected_error**2 + LIMITS.plan_spread**2
+@pytest.mark.parametrize(("predicted", "rest"), [(0.0, 0.01), (0.02, 0.01), (0.02, 0.09)])
+def test_an_estimate_is_the_mean_of_expected_and_measured_by_their_errors(predicted, rest, compute_seconds):
+    """Half of the bytes are expected to cost 5 % of the step. There is a fixed cost only if it cost more."""
+    plan = tried(500, predicted + rest, 0.05, predicted=predicted, compute_seconds=compute_seconds)
+    found = estimated([plan], 1e-4 * compute_seconds, LIMITS)
+    of_copies = 0.5 * (LIMITS.cost_spread * 0.1 + LIMITS.cost_spread_more)
+    own = LIMITS.plan_spread**2 + (LIMITS.predicted_spread * predicted) ** 2
+    variance = of_copies**2 + own + (LIMITS.fixed_spread**2 if rest > 0.05 else 0.0)
     weight = variance / (variance + 0.05**2)
-    assert found.slowdown == pytest.approx(explained + 0.05 + weight * (0.01 - 0.05))
-    assert found.error == pytest.approx(LIMITS.standard_errors * ((1 - weight) * variance) ** 0.5)
-    assert cost == pytest.approx(compute_seconds * 1e-4 * (1 + expected_error**2 / (variance + 0.05**2) * (0.2 - 1)))
+    [estimate] = found.tried
+    assert estimate.slowdown == pytest.approx(predicted + 0.05 + weight * (rest - 0.05))
+    assert estimate.error == pytest.approx(LIMITS.standard_errors * ((1 - weight) * variance) ** 0.5)
+    assert estimate.measured_error == pytest.approx(0.05)
+    more = of_copies**2 / (variance + 0.05**2) * (rest - 0.05)
+    assert found.byte_seconds == pytest.approx(compute_seconds * (0.05 + more) / 500)
 
 
 def test_a_precise_measurement_corrects_that_of_another_plan():
-    disturbed, precise = tried(400, 0.15, 0.06), tried(800, 0.04, 0.002)
-    plans, _ = estimated([disturbed, precise], 5e-5, LIMITS)
-    assert plans[0].slowdown == pytest.approx(0.02, abs=0.005)
-    assert plans[0].error < 0.01
-    assert plans[1].slowdown == pytest.approx(0.04, abs=0.001)
+    plans = tried(700, 0.15, 0.06), tried(800, 0.04, 0.002)
+    disturbed, precise = estimated(plans, 5e-5, LIMITS).tried
+    assert disturbed.slowdown == pytest.approx(0.045, abs=0.01)
+    assert disturbed.error < 0.02
+    assert precise.slowdown == pytest.approx(0.045, abs=0.01)
+    assert slowdowns(plans, 5e-5, EACH_ALONE)[0] == pytest.approx(0.15)  # a mutant
 
 
-def test_alone_it_is_not_corrected():
-    """A mutant."""
-    plans, _ = estimated([tried(400, 0.15, 0.06), tried(800, 0.04, 0.002)], 5e-5, EACH_ALONE)
-    assert plans[0].slowdown == pytest.approx(0.15)
+def test_a_cost_that_all_plans_have_is_not_one_of_bytes():
+    """A plan that copies little is as slow as one that copies much: hooks cost more than predicted."""
+    plans = tried(900, 0.06, 0.003), tried(100, 0.055, 0.01)
+    assert slowdowns(plans)[1] > 0.04
+    assert slowdowns(plans, limits=NO_FIXED_COST)[1] < 0.03  # a mutant
+
+
+def test_a_large_prediction_is_less_certain_than_a_small_one():
+    """Copies are predicted to take long, because the link was measured beside another program."""
+    plan = tried(100, 0.03, 0.02, predicted=0.15)
+    assert slowdowns([plan])[0] < 0.05
+    assert slowdowns([plan], limits=EXACT_PREDICTIONS)[0] > 0.06  # a mutant
+
+
+def test_recomputed_bytes_have_a_cost_of_their_own():
+    plans = tried(800, 0.1, 0.005), tried(0, 0.0, 0.005, recomputed_bytes=600)
+    found = estimated(plans, 1e-4, LIMITS)
+    assert found.byte_seconds == pytest.approx(0.1 / 800, rel=0.1)
+    assert found.recompute_byte_seconds < 0.01 / 600
+
+
+def test_a_fixed_cost_is_not_negative():
+    """Copies were calibrated to cost 20 times as much, beside another program: the first plan copies little."""
+    plan = tried(20, 0.0, 0.002)
+    assert estimated([plan], 2e-3, LIMITS).byte_seconds < 2e-4
 
 
 def test_a_byte_costs_at_least_nothing():
-    _, cost = estimated([tried(500, -0.03, 0.0)], 1e-5, LIMITS)
-    assert cost == 0.0
+    found = estimated([tried(500, -0.03, 0.0, recomputed_bytes=100)], 1e-5, LIMITS)
+    assert (found.byte_seconds, found.recompute_byte_seconds) == (0.0, 0.0)
+
+
+def test_a_plan_that_was_clearly_measured_to_be_too_slow_is_not_kept():
+    """Nothing that was expected explains it."""
+    plan = tried(20, 0.09, 0.02)
+    [found] = estimated([plan], 0.0, LIMITS).tried
+    assert found.slowdown + found.error < 0.07
+    assert found.slowdown_max == pytest.approx(0.09 - 0.02)
+
+
+def test_a_small_deviation_of_few_steps_counts_as_at_least_half_of_that_of_all():
+    plans = tried(500, 0.03, 0.0), tried(600, 0.04, 0.08)
+    found = estimated(plans, 0.0, EXACT).tried
+    assert found[0].measured_error == pytest.approx(0.08 / 2**0.5 / 2)
+    assert found[1].measured_error == pytest.approx(0.08)
 
 
 def searches(limits):
@@ -86,3 +138,25 @@ def test_noise_costs_less_memory_than_if_each_plan_is_estimated_alone():
     assert nothing <= alone_nothing
     assert saved > alone_saved
     assert slow <= alone_slow
+
+
+def test_a_search_that_starts_again_expects_what_steps_took_since_the_last_one():
+    plant, _, _ = machine(0)
+    plan = least_memory_plan(plant.trace, plant.link, ALLOWED)
+    frontier = Frontier(LIMITS)
+    frontier.references.extend([StepCost(2.0, (2.0,), 2.0, 2.0)] * PAIRS)
+    frontier.judge(plan, [StepCost(2.04, (2.0,), 2.04, 2.04)] * PAIRS, ALLOWED)
+    [judged] = frontier.tried
+    frontier.is_settled = True
+    frontier.looks.extend([0.12, 0.1, 0.11])
+    link = frontier.start_again(plan, plan.link)
+    more_seconds = (link.byte_seconds - plan.link.byte_seconds) * judged.copied_bytes
+    assert more_seconds == pytest.approx(2.0 * (0.11 - judged.slowdown))
+    assert (frontier.is_settled, frontier.tried, list(frontier.looks)) == (False, [], [])
+
+
+def test_a_search_without_a_judged_plan_starts_again_with_the_same_link():
+    plant, _, _ = machine(0)
+    frontier = Frontier(LIMITS)
+    frontier.looks.extend([0.1])
+    assert frontier.start_again(least_memory_plan(plant.trace, plant.link, ALLOWED), plant.link) == plant.link

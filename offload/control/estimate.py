@@ -1,15 +1,21 @@
 """Estimates the slowdowns of all tried plans from the measurements of all of them.
 
-A measurement of few steps can be far off: on a machine where steps vary by 6 %, one of three pairs of steps is off by 4
-percentage points. But the plans of a search have something in common. Their slowdown consists of what the plans predict
-(waits, recomputation, hooks) and of the time by which copies slow the computation, and this time is about proportional
-to the bytes that a plan moves. So each measurement says something about every plan, and so does the cost of a byte that
-the calibration has measured.
+A slowdown that is measured from a few steps can be far off: by about 4 percentage points on a machine where steps vary
+by 6 %. But the plans of a search have something in common. A plan's slowdown consists of what the plan predicts (waits,
+recomputation, hooks) and of an unpredicted rest. Most of the rest is the time by which copies slow the computation. It
+grows with the bytes that a plan copies, and the calibration has measured what a copied byte costs. So the measurement
+of one plan says something about the others.
 
-The estimate is that of a normal distribution (Gaussian process regression). Before any measurement, the seconds that
-each moved byte costs have the calibrated mean and a wide deviation. A plan's own deviation from the proportion is small
-(`Limits.plan_spread`). A measurement deviates by its standard error. If steps hardly vary, a plan's estimate is its
-measurement; if they vary much, the other plans and the calibration count too.
+This is a linear regression with prior knowledge (Bayesian, with normal distributions). The rest, as a share of the
+step, is taken as the sum of
+
+* a cost for each copied byte, with the calibrated mean and a wide deviation,
+* a cost for each recomputed byte, because operators are recorded,
+* a fixed cost, the same for all plans and not negative,
+* a deviation of each plan's own, which is larger if the plan predicts much.
+
+Each measurement has its standard error. If steps hardly vary, a plan's estimate is what was measured of it. If they
+vary much, the other plans and the calibration count too.
 """
 
 from __future__ import annotations
@@ -17,47 +23,83 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from statistics import median
+from typing import NamedTuple
 
 import numpy as np
 
 from offload.control.limits import Limits
 from offload.control.tried_plan import TriedPlan
 
-__all__ = ["estimated"]
+__all__ = ["Estimate", "estimated"]
 
 
-def estimated(tried: Sequence[TriedPlan], byte_seconds: float, limits: Limits) -> tuple[list[TriedPlan], float]:
-    """Estimate the slowdown of each plan, and what each moved byte costs.
+class Estimate(NamedTuple):
+    """The estimated plans, and the seconds by which each copied and each recomputed byte slows the computation."""
+
+    tried: list[TriedPlan]
+    byte_seconds: float
+    recompute_byte_seconds: float
+
+
+def estimated(tried: Sequence[TriedPlan], byte_seconds: float, limits: Limits) -> Estimate:
+    """Estimate the slowdown of each plan, and what each byte costs.
 
     Parameters
     ----------
     tried
         The plans whose steps have been measured in this search.
     byte_seconds
-        Seconds by which each moved byte is expected to slow the computation, before any measurement.
+        Seconds by which each copied byte is expected to slow the computation, before any measurement.
     limits
-        `cost_spread`, `cost_spread_min` and `plan_spread`.
+        `cost_spread`, `cost_spread_more`, `fixed_spread`, `plan_spread`, `predicted_spread`, `deviation_min`.
 
     Returns
     -------
-    list of TriedPlan
-        The same plans with new `slowdown` and `error`.
-    float
-        The estimated cost of a moved byte in seconds; at least 0.
+    Estimate
+        The same plans with new `slowdown` and `error`; costs of at least 0.
     """
-    compute = np.array([each.compute_seconds for each in tried])
-    moved = np.array([float(each.moved_bytes) for each in tried]) / compute
+    step_seconds = median(each.compute_seconds for each in tried)
     all_bytes = max(1, *(sum(tensor.copied_bytes for tensor in each.plan.trace.tensors) for each in tried))
-    spread = limits.cost_spread * byte_seconds + limits.cost_spread_min * median(compute) / all_bytes
-    expected = byte_seconds * moved
-    found = np.array([each.unexplained_seconds for each in tried]) / compute - expected
-    errors = np.array([each.measured_error for each in tried])
-    covariance = spread**2 * np.outer(moved, moved) + limits.plan_spread**2 * np.eye(len(tried))
-    weights = np.linalg.inv(covariance + np.diag(errors**2))
-    corrections = covariance @ weights @ found - found
-    deviations = np.sqrt(np.maximum(0.0, np.diag(covariance - covariance @ weights @ covariance)))
+    copied, recomputed = (
+        np.array([float(getattr(each, name)) for each in tried]) / all_bytes
+        for name in ("copied_bytes", "recomputed_bytes")
+    )
+    own_seconds = np.array([each.compute_seconds for each in tried])
+    rest = np.array([each.unexplained_seconds for each in tried]) / own_seconds
+    predicted = np.array([each.measured for each in tried]) - rest
+    expected = byte_seconds * all_bytes / step_seconds  # the share of the step that copying all tensors once costs
+    spreads = limits.cost_spread * expected + limits.cost_spread_more, limits.cost_spread_more
+    own = limits.plan_spread**2 + (limits.predicted_spread * predicted) ** 2
+    covariance = np.diag(own)
+    covariance += spreads[0] ** 2 * np.outer(copied, copied) + spreads[1] ** 2 * np.outer(recomputed, recomputed)
+    variances = _errors(tried, limits) ** 2
+    difference = rest - expected * copied
+    weights = np.linalg.inv(covariance + limits.fixed_spread**2 + np.diag(variances))
+    if float(np.sum(weights @ difference)) < 0:  # the fixed cost would be negative
+        weights = np.linalg.inv(covariance + np.diag(variances))
+    surprise = weights @ difference
+    corrections = -variances * surprise
+    left = np.sqrt(np.maximum(0.0, variances - variances**2 * np.diag(weights)))
     plans = [
-        replace(each, slowdown=each.measured + float(correction), error=limits.standard_errors * float(deviation))
-        for each, correction, deviation in zip(tried, corrections, deviations, strict=True)
+        replace(each, measured_error=error, slowdown=each.measured + more, error=limits.standard_errors * after)
+        for each, error, more, after in zip(
+            tried, (variances**0.5).tolist(), corrections.tolist(), left.tolist(), strict=True
+        )
     ]
-    return plans, max(0.0, byte_seconds + float(spread**2 * moved @ weights @ found))
+    shares = expected + spreads[0] ** 2 * copied @ surprise, spreads[1] ** 2 * recomputed @ surprise
+    return Estimate(plans, *(max(0.0, float(share)) * step_seconds / all_bytes for share in shares))
+
+
+def _errors(tried: Sequence[TriedPlan], limits: Limits) -> np.ndarray:
+    """Return the standard error of each plan's measured slowdown.
+
+    The deviation of a few ratios is uncertain. So each plan's own counts at least as half of that of all plans.
+    """
+    degrees = np.array([max(1, each.pairs - 1) for each in tried])
+    deviations = np.array([each.deviation for each in tried])
+    pooled = float(np.sqrt(np.average(deviations**2, weights=degrees)))
+    # The standard error of a median is 1.2533 × that of a mean. `1 + 1 / degrees`: the deviation of few values is
+    # underestimated; close to Student's t.
+    deviations = np.maximum(deviations, max(limits.deviation_min, pooled / 2))
+    errors: np.ndarray = 1.2533 * deviations * (1 + 1 / degrees) / np.sqrt(degrees + 1)
+    return errors

@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from math import sqrt
 from statistics import median
 
 from offload.control.estimate import estimated
@@ -31,7 +30,7 @@ __all__ = ["Frontier"]
 
 @dataclass
 class Frontier:
-    """Reference steps of a signature's present plan, and the measured slowdown of its plans.
+    """Reference steps of a signature's present plan, and the slowdowns of its plans.
 
     Attributes
     ----------
@@ -50,13 +49,14 @@ class Frontier:
         How often the steps of the present plan have been measured again.
     tried
         Plans that have been judged, in the order of judging.
-    calibrated_byte_seconds
-        The cost of a moved byte that the first plan of this search assumes; None before it is judged.
+    expected_byte_seconds
+        Seconds by which each copied byte slows the computation, as the first plan of this search assumes; None before
+        that plan is judged.
     byte_seconds
-        Seconds by which each moved byte, swapped or recomputed, slows the computation, as estimated from `tried`.
+        The same, as estimated from `tried`.
     recompute_byte_seconds
-        Seconds by which each recomputed byte is assumed to slow the computation, because operators have to be recorded.
-        `learn` sets it to `byte_seconds` if the last plan recomputed.
+        Seconds by which each recomputed byte slows the computation, because operators have to be recorded: as estimated
+        from `tried`. Plans with recomputation assume it.
     searched
         Number of steps that were measured to judge plans in this search, reference steps included.
     is_settled
@@ -72,7 +72,7 @@ class Frontier:
     reference_node_seconds: list[float] | None = None
     repeats: int = 0
     tried: list[TriedPlan] = field(default_factory=list)
-    calibrated_byte_seconds: float | None = None
+    expected_byte_seconds: float | None = None
     byte_seconds: float = 0.0
     recompute_byte_seconds: float = 0.0
     searched: int = 0
@@ -141,10 +141,20 @@ class Frontier:
         allowed = (2 - self.limits.aim) * max_slowdown
         return len(looks) == looks.maxlen and all(slowdown > allowed for slowdown in looks)
 
-    def start_again(self) -> None:
-        """Search anew, as `search_again` does, and forget how long nodes take without swapping."""
+    def start_again(self, plan: Plan, link: Link) -> Link:
+        """Search anew, as `search_again` does, and forget how long nodes take without swapping.
+
+        Returns `link` with a larger cost of a copied byte: what `plan` was slower than estimated, in the reference
+        steps since the end of the search, is attributed to its bytes. Otherwise the new search could end with the same
+        plan.
+        """
+        judged, slowdown = self.judged(plan), median(self.looks)
         self.search_again()
         self.reference_node_seconds = None
+        if judged is None or not judged.copied_bytes:
+            return link
+        more_seconds = max(0.0, slowdown - judged.slowdown) * judged.compute_seconds
+        return replace(link, byte_seconds=link.byte_seconds + more_seconds / judged.copied_bytes)
 
     def forget_steps(self) -> None:
         """Measure a plan from here on: a new one, or the present one again."""
@@ -154,7 +164,7 @@ class Frontier:
     def search_again(self) -> None:
         """Forget the tried plans, so that the search begins again."""
         self.is_settled = False
-        self.calibrated_byte_seconds = None
+        self.expected_byte_seconds = None
         self.tried.clear()
         self.looks.clear()
         self.searched = 0
@@ -174,9 +184,7 @@ class Frontier:
         return len(self.references) < self.limits.judged_steps and self.begun < plan_steps
 
     def learn(self, link: Link) -> Link:
-        """Return the link with the estimated cost of a moved byte.
-
-        Sets `recompute_byte_seconds` if the last plan recomputes.
+        """Return the link with the estimated cost of a copied byte.
 
         Parameters
         ----------
@@ -188,8 +196,6 @@ class Frontier:
         Link
             The link with the estimate as `byte_seconds`; unchanged while no plan has swapped.
         """
-        if self.tried[-1].plan.recomputes:
-            self.recompute_byte_seconds = self.byte_seconds
         return replace(link, byte_seconds=self.byte_seconds) if any(each.plan.swaps for each in self.tried) else link
 
     def wanted_peak(self, max_slowdown: float) -> int:
@@ -241,8 +247,8 @@ class Frontier:
     def judge(self, plan: Plan, steps: Sequence[StepCost], max_slowdown: float) -> float | None:
         """Estimate the slowdown of a plan, store it in `tried`, and return it. None if more measured steps are needed.
 
-        Sets `reference_node_seconds` and `byte_seconds`, and estimates the slowdowns of all plans in `tried` again, if
-        it returns a slowdown.
+        If it returns a slowdown, it also sets `reference_node_seconds`, and estimates the costs of bytes and the
+        slowdowns of all plans in `tried` again.
 
         Parameters
         ----------
@@ -252,7 +258,7 @@ class Frontier:
             Its last measured steps, without reference steps.
         max_slowdown
             The promise. Steps are measured until two conditions hold: the estimated slowdown differs from the promise
-            by at least the margin of error, and the measured one is not below zero by more than its own margin. With
+            by at least the margin of error, and the measured one is not below zero by more than its own error. With
             `judged_steps` steps of the plan and as many reference steps, it is judged in any case.
         """
         count = min(len(steps), len(self.references))
@@ -262,41 +268,35 @@ class Frontier:
         taken = sum(self._median_nodes(steps)) + median(self._step(cost) - self._computed(cost) for cost in steps)
         explained = plan.step_seconds - plan.compute_seconds + len(plan.swaps) * plan.link.swap_seconds
         explained -= _assumed_seconds(plan, self.recompute_byte_seconds)
-        measured, error = taken / compute - 1, self._error(steps)
-        own = TriedPlan(plan, measured, len(self.references), compute, taken - compute - explained, error)
-        calibrated = self.calibrated_byte_seconds
-        calibrated = plan.link.byte_seconds if calibrated is None else calibrated
-        others = [each for each in self.tried if each.plan is not plan]
-        tried, byte_seconds = estimated([*others, own], calibrated, self.limits)
-        found = tried[-1]
-        is_clear = abs(found.slowdown - max_slowdown) >= found.error
-        is_clear = is_clear and measured >= -self.limits.standard_errors * error
+        rows = len(self.references), compute, taken - compute - explained
+        own = TriedPlan(plan, taken / compute - 1, self._deviation(steps), count, *rows)
+        expected = self.expected_byte_seconds
+        expected = plan.link.byte_seconds if expected is None else expected
+        found = estimated([*(each for each in self.tried if each.plan is not plan), own], expected, self.limits)
+        own = found.tried[-1]
+        is_clear = abs(own.slowdown - max_slowdown) >= own.error and own.measured >= -own.measured_error
         if not is_clear and count < self.limits.judged_steps:
             return None
-        self.tried, self.byte_seconds, self.calibrated_byte_seconds = tried, byte_seconds, calibrated
+        self.expected_byte_seconds = expected
+        self.tried, self.byte_seconds, self.recompute_byte_seconds = found
         self.searched += 2 * count
         self.reference_node_seconds = [
             median(column) for column in zip(*(cost.nodes for cost in self.references), strict=True)
         ]
-        return found.slowdown
+        return own.slowdown
 
-    def _error(self, steps: Sequence[StepCost]) -> float:
-        """Return the standard error of the measured slowdown.
+    def _deviation(self, steps: Sequence[StepCost]) -> float:
+        """Return the standard deviation of the ratios of measured steps to the reference steps beside them.
 
-        Each measured step is divided by the reference step beside it. The error follows from how much these ratios
-        differ. It is based on their median and their median deviation, so a single slow step hardly changes it.
+        It is computed from the median deviation, so a single slow step hardly changes it.
         """
         count = min(len(steps), len(self.references))
         pairs = zip([*steps][-count:], [*self.references][-count:], strict=True)
         ratios = [self._step(cost) / self._computed(each) for cost, each in pairs if self._computed(each) > 0]
         if len(ratios) < 2:
             return 0.0
-        # For a normal distribution, the standard deviation is 1.4826 × the median deviation, and the standard error of
-        # a median is 1.2533 × that of a mean.
-        deviation = 1.4826 * median(abs(ratio - median(ratios)) for ratio in ratios)
-        error = 1.2533 * deviation / sqrt(len(ratios))
-        few = 1 + 1 / (len(ratios) - 1)  # as the deviation of few values is underestimated; close to Student's t
-        return few * error
+        # For a normal distribution, the standard deviation is 1.4826 × the median deviation.
+        return 1.4826 * median(abs(ratio - median(ratios)) for ratio in ratios)
 
     def may_keep(self, max_slowdown: float, saved_bytes: int) -> bool:
         """Return whether a plan that saves `saved_bytes` may keep the promise, judged by the last plan.
@@ -347,7 +347,7 @@ class Frontier:
         return any(moves) and all(moves != (each.plan.swaps, each.plan.recomputes) for each in self.tried)
 
     def judged(self, plan: Plan | None) -> TriedPlan | None:
-        """Return what was measured of a plan that moves the same tensors at the same nodes; None if there is none."""
+        """Return what is known of a plan that moves the same tensors at the same nodes; None if it was not judged."""
         if plan is None:
             return None
         moves = plan.swaps, plan.recomputes

@@ -42,10 +42,13 @@ class Limits:
         The slowdown of a plan has a margin of error: `standard_errors` times its standard error. With `max_slowdown`,
         the steps of a plan and its reference steps are measured until slowdown and `max_slowdown` differ by more than
         the margin, at most `judged_steps` of each. A plan keeps `max_slowdown` if its slowdown plus the margin does.
-    cost_spread, cost_spread_min, plan_spread
-        What is expected before plans are measured (`estimate.py`): the standard deviation of the cost of a moved byte,
-        relative to the calibrated cost; what is added to it, as the share of the step that moving all tensors once
-        would cost; and the standard deviation of a plan's own slowdown.
+    cost_spread, cost_spread_more, fixed_spread, plan_spread, predicted_spread
+        Standard deviations that are assumed before plans are measured (`estimate.py`): of the cost of a copied byte,
+        relative to this cost; the same as a share of the step if all tensors are copied, added to the former, and also
+        that of the cost of a recomputed byte; of the fixed cost; of a plan's own deviation; and of this, relative to
+        the slowdown that the plan predicts.
+    deviation_min
+        Least standard deviation that is assumed of the ratio of two steps.
     searched
         The search for a plan ends once at least this many steps, reference steps included, have been measured to judge
         plans. Three of each kind are the least for a plan: then the first plan and `replans` others can be judged.
@@ -108,8 +111,11 @@ class Limits:
     judged_steps: int = 8
     standard_errors: float = 1.0
     cost_spread: float = 1.0
-    cost_spread_min: float = 0.03
+    cost_spread_more: float = 0.1
+    fixed_spread: float = 0.02
     plan_spread: float = 0.005
+    predicted_spread: float = 0.5
+    deviation_min: float = 0.002
     searched: int = 32
     steady_measured_every: int = 16
     device_measured_every: int = 32

@@ -164,7 +164,7 @@ class SlowdownPromise:
                     "reference steps",
                     len(frontier.looks),
                 )
-                frontier.start_again()
+                planned.link = frontier.start_again(plan, link)
                 planned.replans = 0
             return not frontier.is_settled
         if frontier.are_disturbed(planned.costs) and frontier.repeats < self._limits.repeats:

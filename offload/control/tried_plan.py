@@ -18,41 +18,52 @@ class TriedPlan:
     ----------
     measured
         Measured slowdown, relative to the computation of reference steps: 0.05 means that a step took 5 % longer.
-    measured_error
-        The standard error of `measured` (`Frontier._error`).
+    deviation
+        Standard deviation of the ratio of a step to the reference step beside it.
+    pairs
+        Number of pairs of such steps from which `measured` was computed.
     reference_steps
         Number of reference steps from which `measured` was computed.
     compute_seconds
         Computation time of these reference steps (`Frontier.judge`).
-    slowdown
-        Estimated slowdown, from the measurements of all plans tried so far (`estimate.py`).
-    error
-        Margin of error of `slowdown`: `Limits.standard_errors` times its standard error.
     unexplained_seconds
         Measured step time minus the computation time of reference steps, minus the recomputation, waits and hook time
         that the plan predicts. It is taken as the time by which copies and the recording of operators slowed the
         computation. A plan's predicted recomputation includes an assumed time for recording operators
         (`recompute_byte_seconds` for each recomputed byte). This part is not subtracted.
+    measured_error
+        The standard error of `measured`.
+    slowdown
+        Estimated slowdown, from the measurements of all plans tried so far (`estimate.py`).
+    error
+        Margin of error of `slowdown`: `Limits.standard_errors` times its standard error.
     """
 
     plan: Plan
     measured: float
+    deviation: float
+    pairs: int
     reference_steps: int
     compute_seconds: float
     unexplained_seconds: float
-    measured_error: float = 0.0
+    measured_error: float = nan
     slowdown: float = nan
     error: float = nan
 
     @property
     def slowdown_max(self) -> float:
-        """The slowdown plus its margin of error. The plan keeps `max_slowdown` if this is at most `max_slowdown`."""
-        return self.slowdown + self.error
+        """The slowdown plus its margin of error. The plan keeps `max_slowdown` if this is at most `max_slowdown`.
+
+        It is at least the measured slowdown minus its standard error: a plan that was clearly measured to be too slow
+        is too slow, whatever the estimate says.
+        """
+        return max(self.slowdown + self.error, self.measured - self.measured_error)
 
     @property
     def in_words(self) -> str:
-        """The slowdown and its margin of error, in per cent."""
-        return f"{max(self.slowdown, 0.0):.1%} ± {self.error:.1%}"
+        """The slowdown with its margin of error, and what was measured of this plan, in per cent."""
+        measured = f"measured: {max(self.measured, 0.0):.1%} ± {self.measured_error:.1%}"
+        return f"{max(self.slowdown, 0.0):.1%} ± {self.error:.1%} ({measured})"
 
     @property
     def saved_bytes(self) -> int:
@@ -60,8 +71,13 @@ class TriedPlan:
         return self.plan.unswapped_peak_bytes - self.plan.peak_bytes
 
     @property
-    def moved_bytes(self) -> int:
-        """Bytes that the plan copies out or recomputes."""
+    def copied_bytes(self) -> int:
+        """Bytes that the plan copies out."""
         tensors = {tensor.id: tensor for tensor in self.plan.trace.tensors}
-        copied = sum(tensors[swap.id].copied_bytes for swap in self.plan.swaps)
-        return copied + sum(tensors[row.id].bytes for row in self.plan.recomputes)
+        return sum(tensors[swap.id].copied_bytes for swap in self.plan.swaps)
+
+    @property
+    def recomputed_bytes(self) -> int:
+        """Bytes that the plan recomputes."""
+        tensors = {tensor.id: tensor for tensor in self.plan.trace.tensors}
+        return sum(tensors[row.id].bytes for row in self.plan.recomputes)

@@ -122,7 +122,7 @@ def _by_plan(verdict: Verdict, controller: PlanController, planned: PlannedStep 
     compute = median(map(sum, known)) if known else sum(node.seconds for node in trace.nodes)
     judged = planned.frontier.judged(planned.plan) if planned.step_seconds else None
     if judged is not None:
-        compute = median(planned.step_seconds) / (1 + judged.slowdown)
+        compute = median(planned.step_seconds) / (1 + judged.measured)
     compute -= controller.regions.seconds
     verdict = replace(
         verdict,

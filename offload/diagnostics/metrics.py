@@ -138,7 +138,7 @@ def _slowdown(main: Any) -> float | None:
     if isinstance(main, PlannedStep):
         judged = main.frontier.judged(main.plan)
         if judged is not None:
-            return judged.slowdown
+            return judged.measured
         taken, computed = [cost.step for cost in main.costs], [cost.computed for cost in main.costs]
     else:
         taken, computed = list(main.step_seconds), list(main.compute_seconds)

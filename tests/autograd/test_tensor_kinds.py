@@ -115,6 +115,11 @@ def test_views_of_one_storage_are_copied_once(offloaded):
     assert (about.deduplicated.tensors, about.deduplicated.nbytes) == (2, 28000 + 25200)
 
 
+def test_a_slice_that_is_copied_with_its_storage_keeps_its_offset(offloaded):
+    handle = offloaded.differentiate(lambda x: ((x * 2)[30:].sin(), (x * 3)[10:, 5:].cos()), ramp(100, 70))
+    assert handle.report().swapped.tensors == 2
+
+
 def test_views_come_back_onto_one_storage(offloaded):
     seen = []
 

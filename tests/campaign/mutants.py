@@ -70,7 +70,6 @@ KEPT = AUTOGRAD + "kept_tensors.py::test_"
 SWAPPED = AUTOGRAD + "swapped_without_python.py::test_"
 FOLLOWING = "tests/recomputation/test_following.py::test_"
 BESIDE = "tests/recomputation/test_swapped_beside.py::test_"
-DICTIONARY = AUTOGRAD + "against_dictionary.py::test_any_order_of_events"
 
 
 def nth(operation: str, kind: str, number: int, persistence: str, *setups: str) -> list[str]:
@@ -133,7 +132,6 @@ OUTSIDE |= {
     "version of a swapped tensor is checked": [
         AUTOGRAD + "in_place.py::test_write_after_save_is_the_usual_error",
         AUTOGRAD + "in_place.py::test_write_that_races_with_the_copy_out",
-        DICTIONARY,
     ],
     "a duplicate keeps its stride": [AUTOGRAD + "tensor_kinds.py::test_views_come_back_onto_one_storage"],
     "a source is kept while views use it": [SHARED_VIEWS],
@@ -143,14 +141,16 @@ OUTSIDE |= {
         for setup in (DIRECT, SLAB)
     ],
     "a source is freed after its copy-out": [AUTOGRAD + "copies_in_flight.py::test_a_source_is_freed_as_its_copy_ends"],
-    "a view keeps its offset": [DICTIONARY],
+    "a view keeps its offset": [
+        AUTOGRAD + "tensor_kinds.py::test_a_slice_that_is_copied_with_its_storage_keeps_its_offset"
+    ],
     "a version is checked while others hold the storage": [
         AUTOGRAD + "in_place_after_copies.py::test_a_write_after_the_copy_is_the_usual_error"
     ],
     "an owner that was freed matches nothing": [
         AUTOGRAD + "in_place.py::test_freed_addresses_that_come_back_are_other_tensors"
     ],
-    "a version is part of an identity": [DICTIONARY],
+    "a version is part of an identity": [AUTOGRAD + "in_place.py::test_saved_written_to_and_saved_again"],
     "a changed parameter is noticed": ["tests/test_model_state.py::test_a_change_between_looks_is_noticed"],
     "what the model holds stays": [SWAPPED + "what_the_model_holds_stays_at_the_place_of_a_swapped_tensor"],
     "a swapped storage has the recorded size": [
