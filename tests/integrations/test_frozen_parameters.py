@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from frameworks import need
+from frameworks import ONE_WAY, need
 from optimizer_state.state_rig import assert_equal
 from parameters.frozen_rig import STEPS, Model, assert_away, everything, loss_of, make_model, train, trained
 
@@ -67,7 +67,7 @@ def test_frozen_peft_adapters(kind, tmp_path):
         assert (tmp_path / "True" / name).read_bytes() == (tmp_path / "False" / name).read_bytes()
 
 
-@pytest.mark.parametrize("how", ["mixin", "callback"])
+@pytest.mark.parametrize("how", ONE_WAY)
 def test_frozen_trl_trainer(how, tmp_path, monkeypatch):
     need("trl")
     import test_trl as rig
@@ -82,7 +82,7 @@ def test_frozen_trl_trainer(how, tmp_path, monkeypatch):
     assert_equal(everything(moved.model), everything(plain.model))
 
 
-@pytest.mark.parametrize("how", ["mixin", "callback"])
+@pytest.mark.parametrize("how", ONE_WAY)
 def test_frozen_transformers_trainer(how, tmp_path):
     need("transformers")
     import test_transformers as rig

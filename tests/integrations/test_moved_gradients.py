@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from frameworks import need
+from frameworks import ONE_WAY, need
 from optimizer_rig import accelerate_run, everything, lightning_run, peft_run, transformers_run, trl_runs, words
 from optimizer_state.loops import LOOPS, STEPS
 from optimizer_state.state_rig import assert_equal
@@ -45,7 +45,7 @@ def test_loops_of_torch(loop, tmp_path):
     moved.step(STEPS)
 
 
-@pytest.mark.parametrize("how", ["mixin", "callback"])
+@pytest.mark.parametrize("how", ONE_WAY)
 @pytest.mark.parametrize(
     "switches",
     [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from frameworks import need
+from frameworks import ONE_WAY, need
 from optimizer_rig import accelerate_run, everything, lightning_run, peft_run, transformers_run, trl_runs, words
 from optimizer_state import loops
 from optimizer_state.state_rig import assert_equal
@@ -20,7 +20,7 @@ MOVED = {"step_in_backward": True, "optimizer_state": True}
 ON = {"n_tensors": 0, "min_tensor_bytes": 256, **MOVED}
 NEED_ALL = [loops.Scaler, loops.ScalerOfFused, loops.Accumulation, loops.Clipping, loops.HookThatClips]
 LOOPS = [each for each in loops.LOOPS if each not in NEED_ALL]
-HOW = pytest.mark.parametrize("how", ["mixin", "callback"])
+HOW = pytest.mark.parametrize("how", ONE_WAY)
 
 
 @pytest.fixture(autouse=True)

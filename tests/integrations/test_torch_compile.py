@@ -62,7 +62,7 @@ def plain():
 @pytest.mark.parametrize(
     ("way", "on", "backend"),
     [
-        ("whole", "wrapper", "aot_eager"),
+        pytest.param("whole", "wrapper", "aot_eager", marks=pytest.mark.long),
         pytest.param("whole", "wrapper", "inductor", marks=pytest.mark.full),
         pytest.param("whole", "inner", "aot_eager", marks=pytest.mark.long),
         pytest.param("whole", "inner", "inductor", marks=pytest.mark.full),

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import test_step_in_backward as in_backward
 import torch
-from frameworks import need
+from frameworks import ONE_WAY, need
 from optimizer_state import loops
 from optimizer_state.state_rig import assert_equal
 from parameters.frozen_rig import STEPS, everything, loss_of, make_model
@@ -23,7 +23,7 @@ WORKER = Path(__file__).with_name("frozen_parameters_worker.py")
 IN_CHUNKS = {"parameters": "all", "optimizer_state": True}
 IN_BACKWARD = {**IN_CHUNKS, "step_in_backward": True}
 ON = {"n_tensors": -1, "min_tensor_bytes": 256, **IN_CHUNKS}
-HOW = pytest.mark.parametrize("how", ["mixin", "callback"])
+HOW = pytest.mark.parametrize("how", ONE_WAY)
 ALONE = [loops.Loop, loops.Scaler, loops.Clipping, loops.Frozen]
 
 

@@ -223,7 +223,7 @@ def failing(where: str) -> TrainerCallback:
     return Failing()
 
 
-@pytest.mark.parametrize("how", ["mixin", "callback"])
+@pytest.mark.parametrize("how", ONE_WAY)
 @pytest.mark.parametrize("where", ["on_step_begin", "on_step_end", "on_prediction_step", "on_epoch_end"])
 def test_an_exception_of_another_callback_leaves_nothing_wrapped(how, where, tmp_path):
     model = make_model()
@@ -268,7 +268,7 @@ def test_twice_is_an_error_and_leaves_nothing(same, tmp_path):
     assert_plain(model)
 
 
-@pytest.mark.parametrize("how", ["mixin", "callback"])
+@pytest.mark.parametrize("how", ONE_WAY)
 def test_a_model_that_is_enabled_already_stays_so(how, tmp_path):
     model = make_model()
     with offload.enable(model, **ON):
@@ -285,7 +285,7 @@ def test_mixin_and_callback_together_are_refused(tmp_path):
     assert_plain(model)
 
 
-@pytest.mark.parametrize("how", ["mixin", "callback"])
+@pytest.mark.parametrize("how", ONE_WAY)
 def test_the_trainers_own_offloading_is_refused_with_the_reason(how, tmp_path):
     model = make_model()
     with pytest.raises(ValueError, match=r'_kwargs=\{"offload": True\}\) moves the same tensors itself'):
@@ -299,7 +299,7 @@ def test_the_trainers_own_offloading_is_refused_with_the_reason(how, tmp_path):
     assert_plain(model)
 
 
-@pytest.mark.parametrize("how", ["mixin", "callback"])
+@pytest.mark.parametrize("how", ONE_WAY)
 def test_data_parallel_is_refused(how, tmp_path, monkeypatch):
     model = make_model()
     monkeypatch.setattr(TrainingArguments, "n_gpu", 2)

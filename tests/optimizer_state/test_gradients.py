@@ -11,6 +11,7 @@ from optimizer_state import test_kinds_of_state, test_own_optimizers, test_users
 from optimizer_state.gradient_rig import MOVED, assert_same, gradients
 from optimizer_state.state_rig import OPTIMIZERS, TORCH_DIFFERS, assert_equal
 from optimizer_state.users_rig import On, both, everything, loss_of, make_model, train
+from some_rows import one_in
 from torch import nn
 from torch.optim import AdamW
 
@@ -20,7 +21,7 @@ from offload.optimizer_state.away_gradient import AwayGradient
 STEPS = 20
 
 
-@pytest.mark.parametrize("variant", ["default", "foreach", "fused"])
+@pytest.mark.parametrize("variant", one_in(3, ["default", "foreach", "fused"]))
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.full)], ids=str)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimizers(name, dtype, variant, tmp_path):

@@ -77,7 +77,12 @@ def is_same(one, other):
     return all(map(torch.equal, one, other))
 
 
-@pytest.mark.parametrize("call", CALLS)
+ROWS = [
+    pytest.param(each, marks=pytest.mark.long) if each in ("state_dict", "load_state_dict") else each for each in CALLS
+]
+
+
+@pytest.mark.parametrize("call", ROWS)
 @pytest.mark.parametrize("stride", [29 * PRIME, pytest.param(PRIME, marks=pytest.mark.full)])
 def test_an_interrupt_at_any_line(call, stride, tmp_path):
     model, optimizer = prepared(On(False, tmp_path))
