@@ -103,7 +103,7 @@ class Session:
 
     @property
     def plan(self) -> Plan | None:
-        """The plan of the latest input shape, leaving out shapes whose steps follow the plan of a larger shape.
+        """The plan of the latest input shape among those with a plan of their own.
 
         None before a shape's second step (a warning is logged once), and always with `n_tensors`, unless ``lb="auto"``.
         """
@@ -208,8 +208,8 @@ class Session:
     ) -> None:  # fmt: skip
         """For an optimizer created after `enable` or `materialize`: move its state, or step it in backward, or both.
 
-        Call it between two steps. From then on, no plan chooses which state moves. Other optimizers continue as they
-        are: state that plans had chosen to move moves, and the rest stays. `optimizer_state` is True or False.
+        Call it between two steps. From then on, no plan chooses which state moves. For other optimizers, the choice of
+        the last plan remains. `optimizer_state` is True or False.
 
         Raises
         ------

@@ -294,8 +294,9 @@ def _check_spill_dir(device: torch.device, spill_dir: str | os.PathLike[str] | N
         raise PermissionError(13, "spill_dir is not writable; name a folder that is", str(path))
     processes = local_processes()
     if free_disk_bytes(path) < processes * FREE_DISK_BYTES_MIN:
-        needed = f"{FREE_DISK_BYTES_MIN >> 20} MiB" + (f" for each of {processes} processes" if processes > 1 else "")
-        raise OSError(28, f"spill_dir has less than {needed} free; name a folder on another disk", str(path))
+        each = f" for each of {processes} processes" if processes > 1 else ""
+        needed = f"{FREE_DISK_BYTES_MIN >> 20} MiB free{each}"
+        raise OSError(28, f"spill_dir has less than {needed}; name a folder on another disk", str(path))
     return str(path)
 
 

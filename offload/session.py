@@ -89,9 +89,9 @@ def enable(
         pinned host memory, and moved from there to the file when this memory is full. Default: a folder for temporary
         files on the CPU; no file on a GPU.
     recompute
-        ``"auto"``, the default without `n_tensors`: tensors are dropped and recomputed in backward if that is better
-        than swapping them and a trial step has shown that the result has the same bits. ``"cheap"``: the same, but
-        matrix products, convolutions and attention are never recomputed. ``False``: swapping only.
+        ``"auto"``, the default without `n_tensors`: tensors are dropped and recomputed in backward if a trial step has
+        shown that the result has the same bits, and if recomputing them is better than swapping them. ``"cheap"``: the
+        same, but matrix products, convolutions and attention are never recomputed. ``False``: swapping only.
 
     optimizer
         The optimizer of the model, or a list of them. Needed by ``optimizer_state=True``, `step_in_backward`
@@ -99,10 +99,10 @@ def enable(
     optimizer_state
         ``True``: the state of `optimizer` is swapped out between its steps. Each step swaps it in for a few parameters
         at a time. ``"auto"``, the default: with `memory_limit`, a plan swaps out as much state as the limit requires,
-        or more if this makes steps over 1 % faster. With `max_slowdown` too, it never swaps out more than the limit
-        requires. ``"auto"`` needs no `optimizer`: it applies to every optimizer that steps parameters of the model.
-        Without `memory_limit`, or with `step_in_backward`, all state stays in memory. ``False``: all state stays in
-        memory.
+        or more if this makes steps over 1 % faster. If `max_slowdown` is given as well, it never swaps out more than
+        the limit requires. ``"auto"`` needs no `optimizer`: it applies to every optimizer that steps parameters of the
+        model. Without `memory_limit`, or with `step_in_backward`, all state stays in memory. ``False``: all state stays
+        in memory.
     step_in_backward
         Whether `optimizer` updates each parameter in backward, as soon as its gradient is complete; the gradient is
         then freed. Gradient accumulation, clipping by the norm of all gradients and a GradScaler then raise a

@@ -12,7 +12,7 @@ step, is taken as the sum of
 * a cost for each copied byte, with the calibrated mean and a wide deviation,
 * a cost for each recomputed byte, because operators are recorded,
 * a fixed cost, the same for all plans and not negative,
-* a deviation of each plan's own, which is larger if the plan predicts much.
+* a deviation of each plan's own, which is larger if the predicted slowdown is large.
 
 Each measurement has its standard error. If steps hardly vary, a plan's estimate is what was measured of it. If they
 vary much, the other plans and the calibration count too.
@@ -67,7 +67,7 @@ def estimated(tried: Sequence[TriedPlan], byte_seconds: float, limits: Limits) -
     own_seconds = np.array([each.compute_seconds for each in tried])
     rest = np.array([each.unexplained_seconds for each in tried]) / own_seconds
     predicted = np.array([each.measured for each in tried]) - rest
-    expected = byte_seconds * all_bytes / step_seconds  # the share of the step that copying all tensors once costs
+    expected = byte_seconds * all_bytes / step_seconds  # relative to the step: the cost of copying every tensor once
     spreads = limits.cost_spread * expected + limits.cost_spread_more, limits.cost_spread_more
     own = limits.plan_spread**2 + (limits.predicted_spread * predicted) ** 2
     covariance = np.diag(own)
@@ -93,13 +93,13 @@ def estimated(tried: Sequence[TriedPlan], byte_seconds: float, limits: Limits) -
 def _errors(tried: Sequence[TriedPlan], limits: Limits) -> np.ndarray:
     """Return the standard error of each plan's measured slowdown.
 
-    The deviation of a few ratios is uncertain. So each plan's own counts at least as half of that of all plans.
+    The deviation of a few ratios is uncertain. So half of the pooled deviation of all plans is the least for each.
     """
     degrees = np.array([max(1, each.pairs - 1) for each in tried])
     deviations = np.array([each.deviation for each in tried])
     pooled = float(np.sqrt(np.average(deviations**2, weights=degrees)))
-    # The standard error of a median is 1.2533 × that of a mean. `1 + 1 / degrees`: the deviation of few values is
-    # underestimated; close to Student's t.
+    # The standard error of a median is 1.2533 × that of a mean. The factor `1 + 1 / degrees` makes up for deviations of
+    # few values, which are too small on average (it is close to Student's t).
     deviations = np.maximum(deviations, max(limits.deviation_min, pooled / 2))
     errors: np.ndarray = 1.2533 * deviations * (1 + 1 / degrees) / np.sqrt(degrees + 1)
     return errors

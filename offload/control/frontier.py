@@ -7,8 +7,8 @@ is kept, if the plan saves little (`SlowdownPromise.reference_schedule`). The du
 `runtime/schedule.py`) show how long the step takes without swapping, on this machine and at this time. `judge`
 subtracts this duration, and the recomputation, waits and hooks that the plan predicts, from the measured duration of
 the plan's steps. The remainder is taken as the time by which copies and, if the plan recomputes, the recording of
-operators slowed the computation. From the remainders of all plans tried so far, `estimate.py` derives a cost per moved
-byte, which the next plan uses, and corrects the measured slowdowns.
+operators slowed the computation. `estimate.py` fits costs per byte to the remainders of all plans tried so far. The
+next plan uses these costs, and the slowdowns of the tried plans are estimated with them.
 """
 
 from __future__ import annotations
@@ -113,8 +113,8 @@ class Frontier:
     def _median_nodes(self, costs: Iterable[StepCost]) -> list[float]:
         """Return the median of each node's seconds.
 
-        Other programs are often busy for less than a step, so they slow only a few nodes of each step, and each node in
-        few steps. So they do not affect the median of a node, but they lengthen every step.
+        Other programs are often busy for less than a step: in each step they slow a few nodes, in the next step other
+        ones. So they lengthen every step, but hardly change the median of a node.
         """
         return [median(column) for column in zip(*map(self._nodes, costs), strict=True)]
 
@@ -144,9 +144,9 @@ class Frontier:
     def start_again(self, plan: Plan, link: Link) -> Link:
         """Search anew, as `search_again` does, and forget how long nodes take without swapping.
 
-        Returns `link` with a larger cost of a copied byte: what `plan` was slower than estimated, in the reference
-        steps since the end of the search, is attributed to its bytes. Otherwise the new search could end with the same
-        plan.
+        Returns `link` with a larger cost of a copied byte, so that the new search does not end with the same plan. The
+        steps of `plan` took longer than estimated, compared with the reference steps in `looks`. The difference is
+        attributed to the bytes that it copies.
         """
         judged, slowdown = self.judged(plan), median(self.looks)
         self.search_again()
@@ -202,9 +202,10 @@ class Frontier:
         """Return the bytes that the next plan is to need at its peak. Must be called after the first plan was judged.
 
         It is estimated how much a plan with a slowdown of `aim` × `max_slowdown` saves (`_likely_saved`). A measurement
-        may be far off, so the estimate is bounded. If a plan kept `max_slowdown` and one that saves more did not, the
-        next one is at least a quarter of the way from either. Without such a pair, it saves 0.15 to 0.75 times what the
-        last plan saved if that was too slow, and 1.2 to 2 times if not.
+        may be far off, so the estimate is bounded. If one plan kept `max_slowdown` and another, which saves
+        more bytes, did not, the next plan saves a number of bytes between the two, at least a quarter of the difference
+        away from either. Without such a pair, it saves 0.15 to 0.75 times what the last plan saved if that was too
+        slow, and 1.2 to 2 times if not.
         """
         last = self.tried[-1]
         kept, broken = self._kept_beside_broken(max_slowdown)
@@ -218,7 +219,7 @@ class Frontier:
         return last.plan.unswapped_peak_bytes - int(saved)
 
     def _kept_beside_broken(self, max_slowdown: float) -> tuple[TriedPlan | None, TriedPlan | None]:
-        """Return two plans that are next to one another in bytes saved; None if there is no such plan.
+        """Return two plans that are next to one another in bytes saved; None in place of one that does not exist.
 
         The first is, of the plans that kept `max_slowdown`, the one that saves most. The second is, of the plans that
         exceeded it and save more than the first, the one that saves least.
@@ -301,7 +302,8 @@ class Frontier:
     def may_keep(self, max_slowdown: float, saved_bytes: int) -> bool:
         """Return whether a plan that saves `saved_bytes` may keep the promise, judged by the last plan.
 
-        It may if the last plan did, or if it would with a slowdown proportional to the bytes saved.
+        This is so if the last plan kept it. It is also so if a slowdown that is proportional to the bytes saved, as in
+        the last plan, would be at most `max_slowdown`.
         """
         last = self.tried[-1]
         return last.slowdown_max <= max_slowdown or saved_bytes * last.slowdown_max <= max_slowdown * last.saved_bytes
@@ -315,7 +317,7 @@ class Frontier:
         If the last plan kept `max_slowdown`, the plan whose slowdown is `aim` × `max_slowdown` is estimated
         (`_likely_saved`). It is tried if it needs over `peak_step` less memory than the last plan, or if it saves
         enough to be worth the time of its hooks and the last plan does not. It is not tried if a plan that was too slow
-        needs nearly as much memory as the last one (a difference of at most `peak_step`).
+        needs at most `peak_step` less memory than the last one.
 
         Parameters
         ----------

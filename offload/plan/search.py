@@ -28,8 +28,8 @@ from offload.plan.trace import Trace
 
 __all__ = ["fastest_plan", "least_memory_plan", "manual_plan"]
 
-# Search budgets, in estimated seconds (see `SearchBudget`), for up to 1,000 tensors. Above that, with n tensors, the
-# budgets of swap-only searches grow with n, and those of searches with recomputation with n**0.4.
+# Search budgets, in estimated seconds (see `SearchBudget`), for up to 1,000 tensors. With n > 1,000 tensors, a budget
+# grows as n if the search is swap-only, and as n**0.4 if it includes recomputation.
 _BUDGET_SECONDS = 0.6  # swap-only search
 _PROBE_SECONDS = 0.03  # swap-only search, for each limit of a bisection and before a search with recomputation
 _JOINT_SECONDS = 2.0  # search with recomputation
@@ -185,7 +185,7 @@ def manual_plan(
     -------
     Plan
         A tensor's release node is the first one that starts after the end of its copy-out and of its last use in
-        forward. If this node comes after the prefetch node, the tensor is released before the prefetch node instead.
+        forward, but no later than its prefetch node.
 
     Raises
     ------

@@ -27,9 +27,10 @@ from offload.runtime.schedule import Schedule
 from offload.runtime.weak import weak_callback
 from offload.torch_compat.autograd import call_at_end_of_backward, current_node
 
-# Results of `ScheduleCursor.ask`: a release or prefetch is due; the unpack is not in the schedule; it begins an earlier
-# node than the current one. 0: nothing is due.
-_DUE, _UNWATCHED, _BACK = 1, 2, 3
+# Results of `ScheduleCursor.ask`; 0: nothing is due.
+_DUE = 1  # a release or a prefetch is due
+_UNWATCHED = 2  # the unpack is not in the schedule
+_BACK = 3  # the unpack begins an earlier node than the current one
 
 
 class StepObserver(Protocol):

@@ -307,7 +307,7 @@ class HookContext(saved_tensors_hooks):
 
     def __exit__(self, *args: object) -> None:
         self._hooks.end_forward()
-        # False if the hooks have been removed, or if an interrupt prevented their installation.
+        # Otherwise the hooks have been removed already, or an interrupt prevented their installation.
         if innermost_step_hooks() is self._hooks:
             super().__exit__(*args)
         self.is_removed = False
