@@ -178,7 +178,8 @@ def run(
         As `offload.enable` takes them.
     """
     defaults = dict.fromkeys(("memory_limit", "max_slowdown", "n_tensors", "lookahead_nodes"))
-    wanted = Options(**{**defaults, **options}, min_tensor_bytes=1, exclude=(), host_limit=0, spill_dir="")
+    fixed = {"min_tensor_bytes": 1, "exclude": (), "host_limit": 0, "spill_dir": ""}
+    wanted = Options(**{**defaults, **fixed, **options})
     regions = mock.Mock(**{"choose.return_value": False, "are_given_up.return_value": False})
     controller = PlanController(
         wanted, Engine(plant.link), Counts(), lambda _: None, lambda: believed, lambda: HeldBytes(0, 0),

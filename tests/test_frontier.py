@@ -115,6 +115,22 @@ def test_where_plans_save_less_than_hooks_are_worth_nothing_is_swapped(seed):
     assert phase is Phase.STEADY
 
 
+@pytest.mark.parametrize("is_guarded", [True, False])
+def test_a_plan_saves_the_bytes_of_several_tensors_or_nothing_is_swapped(is_guarded):
+    """Unless `memory_limit` needs it. Without the guard, plans may save less than offload itself takes."""
+    plant, profiled, calibrated = machine(0)
+    limits = LIMITS if is_guarded else replace(LIMITS, worth_tensors=0)
+    run = partial(machines.run, plant, profiled, calibrated, STEPS, limits=limits, max_slowdown=0.05)
+    planned, _ = run()
+    saved = planned.plan.unswapped_peak_bytes - planned.plan.peak_bytes
+    assert saved > LIMITS.worth_hooks * planned.plan.unswapped_peak_bytes
+    least_bytes = 1.1 * saved / LIMITS.worth_tensors
+    planned, phase = run(min_tensor_bytes=least_bytes)
+    assert (not planned.plan.swaps, phase is Phase.UNHOOKED) == (is_guarded, is_guarded)
+    limited, _ = run(min_tensor_bytes=least_bytes, memory_limit=planned.plan.unswapped_peak_bytes - saved)
+    assert limited.plan.swaps
+
+
 @pytest.mark.parametrize("seed", [0, 2])
 @pytest.mark.parametrize("is_guarded", [True, False])
 def test_where_no_plan_can_be_worth_its_hooks_there_is_no_search(seed, is_guarded, monkeypatch):

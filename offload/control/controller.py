@@ -85,6 +85,7 @@ class PlanController:
         limits: Limits = LIMITS,
         plan_state: StatePlanner | None = None,
     ) -> None:
+        self._limits = limits = replace(limits, min_tensor_bytes=options.min_tensor_bytes)
         self._options = options
         self._engine = engine
         self._on_cpu = engine.device.type == "cpu"
@@ -95,7 +96,6 @@ class PlanController:
         self._trials = Trials(options, engine, counts, make_trial, regions, on_profile, limits)
         self.regions = regions
         self._on_profile = on_profile
-        self._limits = limits
         self._copies = OwnCopies(engine)
         self._promise = SlowdownPromise(options, limits, engine, self._copies, plan_state)
         self._link: Link | None = None  # the last measurement

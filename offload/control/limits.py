@@ -86,10 +86,13 @@ class Limits:
         With `max_slowdown`, the share of a step that a search for a plan inside it may take; the seconds that a search
         takes with the full effort, for up to 1,000 tensors; and the least effort, with which plans are still good. A
         plan may need two searches, with and without recomputation; the second one is shorter.
-    worth_hooks
-        If the plan that the search ends with lowers the peak by less (relative), nothing is swapped instead: without
-        hooks a step is as fast as plain torch's, and with them 1 to 3 % slower. If no plan can lower it by so much,
+    worth_hooks, worth_tensors
+        If the plan that the search ends with lowers the peak by less than `worth_hooks` (relative) or by less than
+        `worth_tensors` times `min_tensor_bytes`, nothing is swapped instead: without hooks a step is as fast as plain
+        torch's, and with them 1 to 3 % slower; and offload itself takes some MiB. If no plan can lower it by so much,
         there is no search.
+    min_tensor_bytes
+        The caller's `min_tensor_bytes`.
     pinned_share, spare_pinned_bytes
         Once a plan agrees with the measurements, pinned host memory is returned if the store holds over
         `spare_pinned_bytes` more than `pinned_share` times the most that its steps have needed.
@@ -135,6 +138,8 @@ class Limits:
     search_seconds: float = 1.0
     search_effort_min: float = 0.02
     worth_hooks: float = 0.05
+    worth_tensors: int = 16
+    min_tensor_bytes: int = 0
     pinned_share: float = 1.25
     spare_pinned_bytes: int = 1 << 30
     kept_share: float = 0.15
@@ -142,7 +147,12 @@ class Limits:
 
     def is_worth_hooks(self, peak_bytes: int, unswapped_peak_bytes: int) -> bool:
         """Return whether a plan with this peak saves enough memory."""
-        return peak_bytes <= (1 - self.worth_hooks) * unswapped_peak_bytes
+        return peak_bytes <= self.worthwhile_peak(unswapped_peak_bytes)
+
+    def worthwhile_peak(self, unswapped_peak_bytes: int) -> float:
+        """Return the largest peak of a plan that saves enough memory."""
+        least = max(self.worth_hooks * unswapped_peak_bytes, self.worth_tensors * self.min_tensor_bytes)
+        return unswapped_peak_bytes - least
 
     def search_effort(self, step_seconds: float, tensors: int) -> float:
         """Return the effort of a search inside a step: at most 1, which is the usual search."""

@@ -247,7 +247,7 @@ class SlowdownPromise:
             if options.memory_limit is not None:
                 peak = min(peak, options.memory_limit)
             elif not self._limits.is_worth_hooks(peak, kept.peak_bytes):
-                peak = max(least, int((1 - self._limits.worth_hooks) * kept.peak_bytes))
+                peak = max(least, int(self._limits.worthwhile_peak(kept.peak_bytes)))
                 if not frontier.may_keep(allowed, kept.peak_bytes - peak):
                     frontier.is_settled = True  # a plan that keeps the promise would save too little to be followed
                     return self._last(planned, allowed)
@@ -285,7 +285,7 @@ class SlowdownPromise:
         return plan
 
     def _best(self, planned: PlannedStep, allowed: float) -> Plan:
-        """Return the plan of least memory that kept the promise, if it lowers the peak by at least `worth_hooks`.
+        """Return the plan of least memory that kept the promise, if it saves enough (`is_worth_hooks`).
 
         Otherwise return the plan that moves nothing, if it stays within the memory limit. If it does not, return the
         plan of least memory that kept the promise, however little it saves. If no plan kept the promise, return the
