@@ -115,20 +115,44 @@ def test_where_plans_save_less_than_hooks_are_worth_nothing_is_swapped(seed):
     assert phase is Phase.STEADY
 
 
-@pytest.mark.parametrize("is_guarded", [True, False])
-def test_a_plan_saves_the_bytes_of_several_tensors_or_nothing_is_swapped(is_guarded):
-    """Unless `memory_limit` needs it. Without the guard, plans may save less than offload itself takes."""
+@pytest.mark.parametrize("name", ["worth_bytes", "worth_tensors", "neither"])
+def test_a_plan_saves_some_mib_or_nothing_is_swapped(name):
+    """The lesser of two figures counts. Unless `memory_limit` needs the plan."""
     plant, profiled, calibrated = machine(0)
-    limits = LIMITS if is_guarded else replace(LIMITS, worth_tensors=0)
-    run = partial(machines.run, plant, profiled, calibrated, STEPS, limits=limits, max_slowdown=0.05)
+    run = partial(machines.run, plant, profiled, calibrated, STEPS, max_slowdown=0.05)
     planned, _ = run()
     saved = planned.plan.unswapped_peak_bytes - planned.plan.peak_bytes
     assert saved > LIMITS.worth_hooks * planned.plan.unswapped_peak_bytes
-    least_bytes = 1.1 * saved / LIMITS.worth_tensors
-    planned, phase = run(min_tensor_bytes=least_bytes)
-    assert (not planned.plan.swaps, phase is Phase.UNHOOKED) == (is_guarded, is_guarded)
-    limited, _ = run(min_tensor_bytes=least_bytes, memory_limit=planned.plan.unswapped_peak_bytes - saved)
+    enough, too_much = 0.9 * saved, 1.1 * saved
+    limits = replace(
+        LIMITS,
+        worth_bytes=enough if name == "worth_bytes" else 2 * too_much,
+        worth_tensors=enough if name == "worth_tensors" else too_much,  # of one byte each
+    )
+    planned, phase = run(limits=limits)
+    is_too_much = name == "neither"
+    assert (not planned.plan.swaps, phase is Phase.UNHOOKED) == (is_too_much, is_too_much)
+    limited, _ = run(limits=limits, memory_limit=planned.plan.unswapped_peak_bytes - saved // 2)
     assert limited.plan.swaps
+
+
+def test_the_cost_that_explains_a_slow_plan_is_that_of_the_next_search(monkeypatch):
+    """With a very large one, the next search swaps nothing."""
+    plant, profiled, calibrated = machine(3)
+    again = Frontier.start_again
+
+    def costly(frontier, plan, link):
+        return replace(again(frontier, plan, link), byte_seconds=1.0)
+
+    def neighbour(number):
+        if number == STEPS:
+            more = 0.5 * plant.compute_seconds / sum(tensor.bytes for tensor in plant.trace.tensors)
+            plant.link = replace(plant.link, byte_seconds=plant.link.byte_seconds + more)
+
+    monkeypatch.setattr(Frontier, "start_again", costly)
+    steps = STEPS + 6 * LIMITS.recheck_steps
+    planned, _ = machines.run(plant, profiled, calibrated, steps, neighbour, max_slowdown=0.05)
+    assert planned.plan.swaps == ()
 
 
 @pytest.mark.parametrize("seed", [0, 2])

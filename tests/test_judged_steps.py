@@ -192,7 +192,7 @@ def test_disturbed_steps_of_both_kinds_are_noticed(disturbed):
 
 def tried(saved_bytes, slowdown, error=0.0):
     plan = SimpleNamespace(unswapped_peak_bytes=1000, peak_bytes=1000 - saved_bytes)
-    return TriedPlan(plan, slowdown, 0.0, 3, 3, 1.0, 0.0, 0.0, slowdown, error)
+    return TriedPlan(plan, slowdown, 0.0, 0.0, 3, 1.0, 0.0, slowdown, error)
 
 
 @pytest.mark.parametrize(

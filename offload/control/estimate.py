@@ -51,7 +51,7 @@ def estimated(tried: Sequence[TriedPlan], byte_seconds: float, limits: Limits) -
     byte_seconds
         Seconds by which each copied byte is expected to slow the computation, before any measurement.
     limits
-        `cost_spread`, `cost_spread_more`, `fixed_spread`, `plan_spread`, `predicted_spread`, `deviation_min`.
+        `cost_spread`, `cost_spread_more`, `fixed_spread`, `plan_spread`, `predicted_spread`.
 
     Returns
     -------
@@ -72,7 +72,7 @@ def estimated(tried: Sequence[TriedPlan], byte_seconds: float, limits: Limits) -
     own = limits.plan_spread**2 + (limits.predicted_spread * predicted) ** 2
     covariance = np.diag(own)
     covariance += spreads[0] ** 2 * np.outer(copied, copied) + spreads[1] ** 2 * np.outer(recomputed, recomputed)
-    variances = _errors(tried, limits) ** 2
+    variances = np.array([each.measured_error for each in tried]) ** 2
     difference = rest - expected * copied
     weights = np.linalg.inv(covariance + limits.fixed_spread**2 + np.diag(variances))
     if float(np.sum(weights @ difference)) < 0:  # the fixed cost would be negative
@@ -81,25 +81,8 @@ def estimated(tried: Sequence[TriedPlan], byte_seconds: float, limits: Limits) -
     corrections = -variances * surprise
     left = np.sqrt(np.maximum(0.0, variances - variances**2 * np.diag(weights)))
     plans = [
-        replace(each, measured_error=error, slowdown=each.measured + more, error=limits.standard_errors * after)
-        for each, error, more, after in zip(
-            tried, (variances**0.5).tolist(), corrections.tolist(), left.tolist(), strict=True
-        )
+        replace(each, slowdown=each.measured + more, error=limits.standard_errors * deviation)
+        for each, more, deviation in zip(tried, corrections.tolist(), left.tolist(), strict=True)
     ]
     shares = expected + spreads[0] ** 2 * copied @ surprise, spreads[1] ** 2 * recomputed @ surprise
     return Estimate(plans, *(max(0.0, float(share)) * step_seconds / all_bytes for share in shares))
-
-
-def _errors(tried: Sequence[TriedPlan], limits: Limits) -> np.ndarray:
-    """Return the standard error of each plan's measured slowdown.
-
-    The deviation of a few ratios is uncertain. So half of the pooled deviation of all plans is the least for each.
-    """
-    degrees = np.array([max(1, each.pairs - 1) for each in tried])
-    deviations = np.array([each.deviation for each in tried])
-    pooled = float(np.sqrt(np.average(deviations**2, weights=degrees)))
-    # The standard error of a median is 1.2533 × that of a mean. The factor `1 + 1 / degrees` makes up for deviations of
-    # few values, which are too small on average (it is close to Student's t).
-    deviations = np.maximum(deviations, max(limits.deviation_min, pooled / 2))
-    errors: np.ndarray = 1.2533 * deviations * (1 + 1 / degrees) / np.sqrt(degrees + 1)
-    return errors

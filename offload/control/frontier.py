@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from math import sqrt
 from statistics import median
 
 from offload.control.estimate import estimated
@@ -144,17 +145,21 @@ class Frontier:
     def start_again(self, plan: Plan, link: Link) -> Link:
         """Search anew, as `search_again` does, and forget how long nodes take without swapping.
 
-        Returns `link` with a larger cost of a copied byte, so that the new search does not end with the same plan. The
-        steps of `plan` took longer than estimated, compared with the reference steps in `looks`. The difference is
-        attributed to the bytes that it copies.
+        Returns `link` with the cost of a byte that explains how slow the steps of `plan` were, compared with the
+        reference steps in `looks`. So the new search does not end with the same plan. Sets `recompute_byte_seconds` in
+        the same way.
         """
         judged, slowdown = self.judged(plan), median(self.looks)
         self.search_again()
         self.reference_node_seconds = None
-        if judged is None or not judged.copied_bytes:
+        moved = judged.copied_bytes + judged.recomputed_bytes if judged is not None else 0
+        if judged is None or not moved:
             return link
-        more_seconds = max(0.0, slowdown - judged.slowdown) * judged.compute_seconds
-        return replace(link, byte_seconds=link.byte_seconds + more_seconds / judged.copied_bytes)
+        predicted_seconds = judged.measured * judged.compute_seconds - judged.unexplained_seconds
+        byte_seconds = max(0.0, slowdown * judged.compute_seconds - predicted_seconds) / moved
+        if judged.recomputed_bytes:
+            self.recompute_byte_seconds = byte_seconds
+        return replace(link, byte_seconds=byte_seconds) if judged.copied_bytes else link
 
     def forget_steps(self) -> None:
         """Measure a plan from here on: a new one, or the present one again."""
@@ -184,18 +189,7 @@ class Frontier:
         return len(self.references) < self.limits.judged_steps and self.begun < plan_steps
 
     def learn(self, link: Link) -> Link:
-        """Return the link with the estimated cost of a copied byte.
-
-        Parameters
-        ----------
-        link
-            The link, with its present `byte_seconds`.
-
-        Returns
-        -------
-        Link
-            The link with the estimate as `byte_seconds`; unchanged while no plan has swapped.
-        """
+        """Return the link with the estimated cost of a copied byte; unchanged while no plan has swapped."""
         return replace(link, byte_seconds=self.byte_seconds) if any(each.plan.swaps for each in self.tried) else link
 
     def wanted_peak(self, max_slowdown: float) -> int:
@@ -258,9 +252,10 @@ class Frontier:
         steps
             Its last measured steps, without reference steps.
         max_slowdown
-            The promise. Steps are measured until two conditions hold: the estimated slowdown differs from the promise
-            by at least the margin of error, and the measured one is not below zero by more than its own error. With
-            `judged_steps` steps of the plan and as many reference steps, it is judged in any case.
+            The promise. Steps are measured until three conditions hold: the estimated slowdown differs from the promise
+            by at least the margin of error, the measured one is on the same side of it, and the measured one is not
+            below zero by more than its own error. With `judged_steps` steps of the plan and as many reference steps, it
+            is judged in any case.
         """
         count = min(len(steps), len(self.references))
         if count < self.limits.measurements_before_judging:
@@ -269,17 +264,23 @@ class Frontier:
         taken = sum(self._median_nodes(steps)) + median(self._step(cost) - self._computed(cost) for cost in steps)
         explained = plan.step_seconds - plan.compute_seconds + len(plan.swaps) * plan.link.swap_seconds
         explained -= _assumed_seconds(plan, self.recompute_byte_seconds)
-        rows = len(self.references), compute, taken - compute - explained
-        own = TriedPlan(plan, taken / compute - 1, self._deviation(steps), count, *rows)
+        deviation = self._deviation(steps)
+        others = [each for each in self.tried if each.plan is not plan]
+        error = self._error(deviation, count, [each.deviation for each in others])
+        rest = taken - compute - explained
+        own = TriedPlan(plan, taken / compute - 1, error, deviation, len(self.references), compute, rest)
         expected = self.expected_byte_seconds
         expected = plan.link.byte_seconds if expected is None else expected
-        found = estimated([*(each for each in self.tried if each.plan is not plan), own], expected, self.limits)
+        found = estimated([*others, own], expected, self.limits)
         own = found.tried[-1]
         is_clear = abs(own.slowdown - max_slowdown) >= own.error and own.measured >= -own.measured_error
+        is_clear = is_clear and (own.slowdown > max_slowdown) == (own.measured > max_slowdown)
         if not is_clear and count < self.limits.judged_steps:
             return None
         self.expected_byte_seconds = expected
-        self.tried, self.byte_seconds, self.recompute_byte_seconds = found
+        self.tried, self.byte_seconds = found.tried, found.byte_seconds
+        if any(each.recomputed_bytes for each in self.tried):
+            self.recompute_byte_seconds = found.recompute_byte_seconds
         self.searched += 2 * count
         self.reference_node_seconds = [
             median(column) for column in zip(*(cost.nodes for cost in self.references), strict=True)
@@ -298,6 +299,16 @@ class Frontier:
             return 0.0
         # For a normal distribution, the standard deviation is 1.4826 × the median deviation.
         return 1.4826 * median(abs(ratio - median(ratios)) for ratio in ratios)
+
+    def _error(self, deviation: float, pairs: int, others: Sequence[float]) -> float:
+        """Return the standard error of a slowdown that was measured from `pairs` steps and reference steps.
+
+        The deviation of a few ratios is uncertain. So half of the median deviation of all plans is the least.
+        """
+        least = max(self.limits.deviation_min, median([deviation, *others]) / 2)
+        # The standard error of a median is 1.2533 × that of a mean. The factor `1 + 1 / (pairs - 1)` makes up for
+        # deviations of few values, which are too small on average (it is close to Student's t).
+        return 1.2533 * max(deviation, least) * (1 + 1 / max(1, pairs - 1)) / sqrt(pairs)
 
     def may_keep(self, max_slowdown: float, saved_bytes: int) -> bool:
         """Return whether a plan that saves `saved_bytes` may keep the promise, judged by the last plan.

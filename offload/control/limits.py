@@ -41,7 +41,8 @@ class Limits:
     judged_steps, standard_errors
         The slowdown of a plan has a margin of error: `standard_errors` times its standard error. With `max_slowdown`,
         the steps of a plan and its reference steps are measured until slowdown and `max_slowdown` differ by more than
-        the margin, at most `judged_steps` of each. A plan keeps `max_slowdown` if its slowdown plus the margin does.
+        the margin, at most `judged_steps` of each. A plan keeps `max_slowdown` if its slowdown plus the margin does,
+        and if it was not clearly measured to be slower (`TriedPlan.slowdown_max`).
     cost_spread, cost_spread_more, fixed_spread, plan_spread, predicted_spread
         Standard deviations that are assumed before plans are measured (`estimate.py`): of the cost of a copied byte,
         relative to this cost; the same as a share of the step if all tensors are copied, added to the former, and also
@@ -86,11 +87,11 @@ class Limits:
         With `max_slowdown`, the share of a step that a search for a plan inside it may take; the seconds that a search
         takes with the full effort, for up to 1,000 tensors; and the least effort, with which plans are still good. A
         plan may need two searches, with and without recomputation; the second one is shorter.
-    worth_hooks, worth_tensors
+    worth_hooks, worth_bytes, worth_tensors
         If the plan that the search ends with lowers the peak by less than `worth_hooks` (relative) or by less than
-        `worth_tensors` times `min_tensor_bytes`, nothing is swapped instead: without hooks a step is as fast as plain
-        torch's, and with them 1 to 3 % slower; and offload itself takes some MiB. If no plan can lower it by so much,
-        there is no search.
+        `worth_bytes` (`worth_tensors` times `min_tensor_bytes` if that is less), nothing is swapped instead: without
+        hooks a step is as fast as plain torch's, and with them 1 to 3 % slower; and offload itself takes some MiB. If
+        no plan can lower it by so much, there is no search.
     min_tensor_bytes
         The caller's `min_tensor_bytes`.
     pinned_share, spare_pinned_bytes
@@ -138,6 +139,7 @@ class Limits:
     search_seconds: float = 1.0
     search_effort_min: float = 0.02
     worth_hooks: float = 0.05
+    worth_bytes: int = 16 << 20
     worth_tensors: int = 16
     min_tensor_bytes: int = 0
     pinned_share: float = 1.25
@@ -149,9 +151,14 @@ class Limits:
         """Return whether a plan with this peak saves enough memory."""
         return peak_bytes <= self.worthwhile_peak(unswapped_peak_bytes)
 
+    @property
+    def worth_bytes_min(self) -> int:
+        """The least number of bytes by which a plan has to lower the peak."""
+        return min(self.worth_bytes, self.worth_tensors * self.min_tensor_bytes)
+
     def worthwhile_peak(self, unswapped_peak_bytes: int) -> float:
         """Return the largest peak of a plan that saves enough memory."""
-        least = max(self.worth_hooks * unswapped_peak_bytes, self.worth_tensors * self.min_tensor_bytes)
+        least = max(self.worth_hooks * unswapped_peak_bytes, self.worth_bytes_min)
         return unswapped_peak_bytes - least
 
     def search_effort(self, step_seconds: float, tensors: int) -> float:

@@ -301,11 +301,10 @@ class SlowdownPromise:
             if best is not None:
                 return best
             fastest = min(frontier.tried, key=lambda each: each.slowdown_max)
-            if fastest.slowdown > allowed:
-                warnings.warn(
-                    f"max_slowdown={allowed:.3g} is not met: the fastest plan tried within memory_limit has a slowdown "
-                    f"of {fastest.slowdown:.3g}",
-                    stacklevel=2,
-                )
+            warnings.warn(
+                f"max_slowdown={allowed:.3g} is not met: the fastest plan tried within memory_limit is "
+                f"{fastest.in_words} slower",
+                stacklevel=2,
+            )
             return fastest.plan
         return plan

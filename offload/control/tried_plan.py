@@ -9,6 +9,8 @@ from offload.plan import Plan
 
 __all__ = ["TriedPlan"]
 
+_DOUBT_MAX = 0.03  # on a noisy machine, more doubt would let pass what measures far too slow
+
 
 @dataclass(frozen=True)
 class TriedPlan:
@@ -18,10 +20,10 @@ class TriedPlan:
     ----------
     measured
         Measured slowdown, relative to the computation of reference steps: 0.05 means that a step took 5 % longer.
+    measured_error
+        The standard error of `measured` (`Frontier._error`).
     deviation
         Standard deviation of the ratio of a step to the reference step beside it.
-    pairs
-        Number of pairs of such steps from which `measured` was computed.
     reference_steps
         Number of reference steps from which `measured` was computed.
     compute_seconds
@@ -31,8 +33,6 @@ class TriedPlan:
         that the plan predicts. It is taken as the time by which copies and the recording of operators slowed the
         computation. A plan's predicted recomputation includes an assumed time for recording operators
         (`recompute_byte_seconds` for each recomputed byte). This part is not subtracted.
-    measured_error
-        The standard error of `measured`.
     slowdown
         Estimated slowdown, from the measurements of all plans tried so far (`estimate.py`).
     error
@@ -41,12 +41,11 @@ class TriedPlan:
 
     plan: Plan
     measured: float
+    measured_error: float
     deviation: float
-    pairs: int
     reference_steps: int
     compute_seconds: float
     unexplained_seconds: float
-    measured_error: float = nan
     slowdown: float = nan
     error: float = nan
 
@@ -54,10 +53,10 @@ class TriedPlan:
     def slowdown_max(self) -> float:
         """The slowdown plus its margin of error. The plan keeps `max_slowdown` if this is at most `max_slowdown`.
 
-        It is at least the measured slowdown minus its standard error: a plan that was clearly measured to be too slow
-        is too slow, whatever the estimate says.
+        It is at least the measured slowdown minus its standard error, or minus `_DOUBT_MAX` if the error is larger: a
+        plan that was clearly measured to be too slow is too slow, whatever the estimate says.
         """
-        return max(self.slowdown + self.error, self.measured - self.measured_error)
+        return max(self.slowdown + self.error, self.measured - min(self.measured_error, _DOUBT_MAX))
 
     @property
     def in_words(self) -> str:

@@ -179,7 +179,11 @@ def _why_nothing(planned: PlannedStep, subject: Subject) -> str:
         return f"all {len(plan.trace.tensors)} tensors stay, since the step fits within memory_limit with them"
     if options.least_memory:
         return "no swap lowers the peak"
-    return f"no swap lowers the peak within {100 * (options.max_slowdown or 0):g} % of the step time"
+    within = f"within {100 * (options.max_slowdown or 0):g} % of the step time"
+    if options.memory_limit is not None:
+        return f"no swap lowers the peak {within}"
+    worth = plan.unswapped_peak_bytes - planned.limits.worthwhile_peak(plan.unswapped_peak_bytes)
+    return f"no plan lowers the peak by at least {format_bytes(int(worth))} {within}"
 
 
 def _nothing_can_move(counts: Counts) -> str:

@@ -134,7 +134,7 @@ class StepLogger:
 
 
 def _slowdown(main: Any) -> float | None:
-    """Return the slowdown of the last measured steps; None if no step was measured."""
+    """Return the measured slowdown of the plan, or of the last measured steps; None if no step was measured."""
     if isinstance(main, PlannedStep):
         judged = main.frontier.judged(main.plan)
         if judged is not None:

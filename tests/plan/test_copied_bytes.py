@@ -134,7 +134,7 @@ def test_a_plan_swaps_where_only_the_part_has_to_be_copied():
     assert [swap.id for swap in plan.swaps] == [0]
     assert (plan.step_seconds, plan.host_bytes, plan.expected_seconds) == (6.0, 4, 6.0)
     assert replace(plan, link=Link(4.0, 4.0, byte_seconds=0.5)).overhead_seconds == 2.0
-    assert TriedPlan(plan, 0.0, 0.0, 3, 3, 1.0, 0.0).copied_bytes == 4
+    assert TriedPlan(plan, 0.0, 0.0, 0.0, 3, 1.0, 0.0).copied_bytes == 4
     (chart,) = charts_of(render(plan, "a view"))
     copies = [nbytes for lane, boxes in chart["lanes"] if lane != "compute" for *_, nbytes, _ in boxes]
     assert copies == [4, 4]
