@@ -191,7 +191,10 @@ def test_the_summary_says_where_offload_loses(report: Any, results: Path) -> Non
     first = summary.split("\n\n")[3]
     assert first.startswith("* No GPU has run these benchmarks yet.")
     assert "steps are more than 5 % slower on GPT (12 %)." in first
-    assert "* On GPT (0.25 × memory, 1.01 × time), no setting of offload needs as little memory *and* as little time as" in first
+    assert (
+        "* On GPT (0.25 × memory, 1.01 × time), no setting of offload needs as little memory *and* as little time as"
+        in first
+    )
     won = "On 1 of 1 networks, a setting of offload needs less memory *and* less time than checkpointing every block"
     assert f"{won}: with *offload, default* on GPT." in summary
     assert "| GPT | 0.50 × memory<br>1.12 × time | – | 0.60 × memory<br>1.30 × time | – |" in summary
