@@ -103,7 +103,7 @@ class Session:
 
     @property
     def plan(self) -> Plan | None:
-        """The plan of the latest input shape among those with a plan of their own.
+        """The plan of the latest input shape. Shapes whose steps follow a larger shape's plan do not count.
 
         None before a shape's second step (a warning is logged once), and always with `n_tensors`, unless ``lb="auto"``.
         """
@@ -208,8 +208,8 @@ class Session:
     ) -> None:  # fmt: skip
         """For an optimizer created after `enable` or `materialize`: move its state, or step it in backward, or both.
 
-        Call it between two steps. From then on, no plan chooses which state moves. For other optimizers, the choice of
-        the last plan remains. `optimizer_state` is True or False.
+        Call it between two steps. From then on, plans no longer choose which state moves: not for this optimizer,
+        and for the model's other optimizers the choice of the last plan remains. `optimizer_state` is True or False.
 
         Raises
         ------

@@ -51,7 +51,7 @@ def estimated(tried: Sequence[TriedPlan], byte_seconds: float, limits: Limits) -
     byte_seconds
         Seconds by which each copied byte is expected to slow the computation, before any measurement.
     limits
-        `cost_spread`, `cost_spread_more`, `fixed_spread`, `plan_spread`, `predicted_spread`.
+        `cost_spread`, `cost_spread_more`, `fixed_spread`, `plan_spread`, `predicted_spread`, `standard_errors`.
 
     Returns
     -------

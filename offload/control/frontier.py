@@ -6,9 +6,9 @@ In a *reference step*, computation stops while a copy runs, so that no copy slow
 is kept, if the plan saves little (`SlowdownPromise.reference_schedule`). The durations of its nodes (parts of the step,
 `runtime/schedule.py`) show how long the step takes without swapping, on this machine and at this time. `judge`
 subtracts this duration, and the recomputation, waits and hooks that the plan predicts, from the measured duration of
-the plan's steps. The remainder is taken as the time by which copies and, if the plan recomputes, the recording of
-operators slowed the computation. `estimate.py` fits costs per byte to the remainders of all plans tried so far. The
-next plan uses these costs, and the slowdowns of the tried plans are estimated with them.
+the plan's steps. The remainder is taken as the time by which the computation was slowed: by copies and, if the plan
+recomputes, by the recording of operators. `estimate.py` fits costs per byte to the remainders of all plans tried so
+far. The next plan uses these costs, and the slowdowns of the tried plans are estimated with them.
 """
 
 from __future__ import annotations
@@ -133,10 +133,10 @@ class Frontier:
             self.looks.append(median(last) / self._computed(cost) - 1)
 
     def is_broken(self, max_slowdown: float) -> bool:
-        """Return whether the plan that the search ended with was too slow beside each of the last reference steps.
+        """Return whether the plan that the search ended with was too slow, compared with each of the last references.
 
         Too slow means: by more than (2 − `Limits.aim`) × `max_slowdown`. The search aims at `aim` × `max_slowdown`, so
-        the same margin for noise is left on both sides.
+        this leaves the same margin for noise above `max_slowdown` as the search leaves below it.
         """
         looks = self.looks
         allowed = (2 - self.limits.aim) * max_slowdown
@@ -145,9 +145,9 @@ class Frontier:
     def start_again(self, plan: Plan, link: Link) -> Link:
         """Search anew, as `search_again` does, and forget how long nodes take without swapping.
 
-        Returns `link` with the cost of a byte that explains how slow the steps of `plan` were, compared with the
-        reference steps in `looks`. So the new search does not end with the same plan. Sets `recompute_byte_seconds` in
-        the same way.
+        The median of `looks` shows how slow the steps of `plan` were. The cost of a byte that explains it is computed.
+        Returns `link` with this cost, if `plan` copies, and sets `recompute_byte_seconds` to it, if `plan` recomputes.
+        So the new search does not end with the same plan.
         """
         judged, slowdown = self.judged(plan), median(self.looks)
         self.search_again()
@@ -162,7 +162,7 @@ class Frontier:
         return replace(link, byte_seconds=byte_seconds) if judged.copied_bytes else link
 
     def forget_steps(self) -> None:
-        """Measure a plan from here on: a new one, or the present one again."""
+        """Forget the reference steps, because a new plan will be measured, or the present one again."""
         self.begun = 0
         self.references.clear()
 
@@ -195,8 +195,8 @@ class Frontier:
     def wanted_peak(self, max_slowdown: float) -> int:
         """Return the bytes that the next plan is to need at its peak. Must be called after the first plan was judged.
 
-        It is estimated how much a plan with a slowdown of `aim` × `max_slowdown` saves (`_likely_saved`). A measurement
-        may be far off, so the estimate is bounded. If one plan kept `max_slowdown` and another, which saves
+        `_likely_saved` estimates how much a plan with a slowdown of `aim` × `max_slowdown` saves. A measurement may be
+        far off, so the estimate is bounded. If one plan kept `max_slowdown` and another, which saves
         more bytes, did not, the next plan saves a number of bytes between the two, at least a quarter of the difference
         away from either. Without such a pair, it saves 0.15 to 0.75 times what the last plan saved if that was too
         slow, and 1.2 to 2 times if not.
@@ -228,8 +228,8 @@ class Frontier:
         """Estimate how many bytes a plan with a slowdown of `aim` × `max_slowdown` saves.
 
         If there are two plans as `_kept_beside_broken` describes, the slowdown between them is assumed to be linear in
-        the bytes saved. Otherwise it is assumed to be proportional to them, as in the last plan. If the last plan was
-        not slower at all, the estimate is the whole unswapped peak.
+        the bytes saved. Otherwise it is assumed to be proportional to the bytes that the last plan saves. If the last
+        plan was not slower at all, the estimate is the whole unswapped peak.
         """
         aim = self.limits.aim * max_slowdown
         kept, broken = self._kept_beside_broken(max_slowdown)
@@ -252,10 +252,10 @@ class Frontier:
         steps
             Its last measured steps, without reference steps.
         max_slowdown
-            The promise. Steps are measured until three conditions hold: the estimated slowdown differs from the promise
-            by at least the margin of error, the measured one is on the same side of it, and the measured one is not
-            below zero by more than its own error. With `judged_steps` steps of the plan and as many reference steps, it
-            is judged in any case.
+            The promise. Steps are measured until three conditions hold. The estimated slowdown differs from the promise
+            by at least its margin of error. The measured slowdown is above the promise if the estimated one is, and
+            below it otherwise. And it is not below zero by more than its standard error. With `judged_steps` steps of
+            the plan and as many reference steps, the plan is judged in any case.
         """
         count = min(len(steps), len(self.references))
         if count < self.limits.measurements_before_judging:
@@ -303,7 +303,7 @@ class Frontier:
     def _error(self, deviation: float, pairs: int, others: Sequence[float]) -> float:
         """Return the standard error of a slowdown that was measured from `pairs` steps and reference steps.
 
-        The deviation of a few ratios is uncertain. So half of the median deviation of all plans is the least.
+        The deviation of a few ratios is uncertain. So at least half of the median deviation of all plans is assumed.
         """
         least = max(self.limits.deviation_min, median([deviation, *others]) / 2)
         # The standard error of a median is 1.2533 × that of a mean. The factor `1 + 1 / (pairs - 1)` makes up for
@@ -325,10 +325,10 @@ class Frontier:
         If the last plan was too slow, another one is tried, unless a plan that kept `max_slowdown` needs at most
         `peak_step` more memory than the last one.
 
-        If the last plan kept `max_slowdown`, the plan whose slowdown is `aim` × `max_slowdown` is estimated
-        (`_likely_saved`). It is tried if it needs over `peak_step` less memory than the last plan, or if it saves
-        enough to be worth the time of its hooks and the last plan does not. It is not tried if a plan that was too slow
-        needs at most `peak_step` less memory than the last one.
+        If the last plan kept `max_slowdown`, it is estimated how much a plan saves whose slowdown is `aim` ×
+        `max_slowdown` (`_likely_saved`). Such a plan is tried if it needs over `peak_step` less memory than the last
+        plan, or if it saves enough to be worth the time of its hooks and the last plan does not. It is not tried if
+        some plan was too slow although it saved hardly more than the last plan (its peak is at most `peak_step` lower).
 
         Parameters
         ----------

@@ -55,9 +55,9 @@ class PlannedStep:
     incomplete_profiles
         Number of consecutive profiles, this one included, without the bytes of temporaries; 0 if this one has them.
     steps, plan_steps, replans
-        Number of steps since the first plan; number of steps that have followed the present plan since its measurement
-        began, except reference steps and steps that were not measured because of `is_behind`; number of plans made
-        because of measured steps since the search last began.
+        `steps`: number of steps since the first plan. `plan_steps`: number of steps that have followed the present plan
+        since its measurement began, except reference steps and steps that were not measured because of `is_behind`.
+        `replans`: number of plans made because of measured steps since the search last began.
     frontier
         Reference steps, and the measured slowdown of the plans so far.
     executors
@@ -148,7 +148,7 @@ class PlannedStep:
     def is_behind(self) -> bool:
         """Whether `executors` is full of steps that the host has ended and the device has not.
 
-        Then no further step is measured. If one of the steps has no backward pass, a further step takes its place.
+        Then no further step is measured. False if a step in `executors` has no backward pass: that one can be dropped.
         """
         return len(self.executors) == self.executors.maxlen and all(map(_has_ended, self.executors))
 

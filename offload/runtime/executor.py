@@ -180,7 +180,7 @@ class Stopwatch:
             self._engine.store.defer_copy_outs(False)
 
     def listen_for_the_end(self) -> None:
-        """If a backward pass is running, register a callback for its end, which records the time; once in each pass."""
+        """In a backward pass, register a callback that records the time when the pass ends, unless this was done."""
         if not self.clock.is_listening and current_node() is not None:
             self.clock.is_listening = True
             self._follow_stream()

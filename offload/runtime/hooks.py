@@ -307,7 +307,6 @@ class HookContext(saved_tensors_hooks):
 
     def __exit__(self, *args: object) -> None:
         self._hooks.end_forward()
-        # Otherwise the hooks have been removed already, or an interrupt prevented their installation.
-        if innermost_step_hooks() is self._hooks:
+        if innermost_step_hooks() is self._hooks:  # not so if they were removed, or never installed (an interrupt)
             super().__exit__(*args)
         self.is_removed = False

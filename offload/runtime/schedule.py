@@ -65,7 +65,7 @@ class Schedule:
     watched: Mapping[int, int]
     plan: Plan | None = None
     borrowed: bool = False  # from a step with larger inputs
-    is_serial: bool = False  # of a reference step in which nothing is computed while a copy runs
+    is_serial: bool = False  # whether nothing is computed while a copy runs, as in reference steps
     recomputed: frozenset[int] = frozenset()  # pack indices of entries that are dropped and recomputed
     recipes: Mapping[int, MeasuredRecipe] = field(default_factory=dict)  # of `recomputed`, as found by the trial
 
@@ -105,7 +105,7 @@ class Schedule:
     def for_smaller_steps(self) -> Schedule:
         """This schedule for steps with smaller inputs.
 
-        If it recomputes, every access returns a new schedule, without templates: a template fits only one input size.
+        If it recomputes, every access returns a new schedule with empty `templates`: these fit one input size only.
         """
         return replace(self, borrowed=True) if self.recomputed else self._for_smaller_steps
 
