@@ -194,7 +194,7 @@ def test_free_disk_must_do_for_every_process(launched, monkeypatch, tmp_path):
     launched()
     assert options._check_spill_dir(torch.device("cpu"), tmp_path) == str(tmp_path)
     launched(LOCAL_WORLD_SIZE="2")
-    with pytest.raises(OSError, match=r"less than 64 MiB for each of 2 processes free; name a folder on another"):
+    with pytest.raises(OSError, match=r"less than 64 MiB free for each of 2 processes; name a folder on another"):
         options._check_spill_dir(torch.device("cpu"), tmp_path)
 
 
