@@ -119,7 +119,7 @@ def test_gradients_of_several_processes_stay(kind, tmp_path):
             optimizer = torch.optim.AdamW(model.parameters())
             handle = offload.enable(model, optimizer=optimizer, spill_dir=tmp_path, **ON) if is_moved else None
             outer = DistributedDataParallel(model) if kind == "DDP" else outer
-            for number in range(3):
+            for number in range(STEPS):
                 optimizer.zero_grad()
                 x = torch.randn(4, 32, generator=torch.Generator().manual_seed(number))
                 outer(x).square().mean().backward()
