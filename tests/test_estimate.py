@@ -166,3 +166,22 @@ def test_a_search_without_a_judged_plan_starts_again_with_the_same_link():
     frontier = Frontier(LIMITS)
     frontier.looks.extend([0.1])
     assert frontier.start_again(least_memory_plan(plant.trace, plant.link, ALLOWED), plant.link) == plant.link
+
+
+def test_the_cost_that_explains_a_slow_plan_is_that_of_the_next_search(monkeypatch):
+    """With a very large one, the next search swaps nothing."""
+    plant, profiled, calibrated = machine(3)
+    again = Frontier.start_again
+
+    def costly(frontier, plan, link):
+        return replace(again(frontier, plan, link), byte_seconds=1.0)
+
+    def neighbour(number):
+        if number == 60:
+            more = 0.5 * plant.compute_seconds / sum(tensor.bytes for tensor in plant.trace.tensors)
+            plant.link = replace(plant.link, byte_seconds=plant.link.byte_seconds + more)
+
+    monkeypatch.setattr(Frontier, "start_again", costly)
+    steps = 60 + 6 * LIMITS.recheck_steps
+    planned, _ = machines.run(plant, profiled, calibrated, steps, neighbour, max_slowdown=0.05)
+    assert planned.plan.swaps == ()

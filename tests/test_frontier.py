@@ -136,25 +136,6 @@ def test_a_plan_saves_some_mib_or_nothing_is_swapped(name):
     assert limited.plan.swaps
 
 
-def test_the_cost_that_explains_a_slow_plan_is_that_of_the_next_search(monkeypatch):
-    """With a very large one, the next search swaps nothing."""
-    plant, profiled, calibrated = machine(3)
-    again = Frontier.start_again
-
-    def costly(frontier, plan, link):
-        return replace(again(frontier, plan, link), byte_seconds=1.0)
-
-    def neighbour(number):
-        if number == STEPS:
-            more = 0.5 * plant.compute_seconds / sum(tensor.bytes for tensor in plant.trace.tensors)
-            plant.link = replace(plant.link, byte_seconds=plant.link.byte_seconds + more)
-
-    monkeypatch.setattr(Frontier, "start_again", costly)
-    steps = STEPS + 6 * LIMITS.recheck_steps
-    planned, _ = machines.run(plant, profiled, calibrated, steps, neighbour, max_slowdown=0.05)
-    assert planned.plan.swaps == ()
-
-
 @pytest.mark.parametrize("seed", [0, 2])
 @pytest.mark.parametrize("is_guarded", [True, False])
 def test_where_no_plan_can_be_worth_its_hooks_there_is_no_search(seed, is_guarded, monkeypatch):
@@ -391,7 +372,7 @@ def test_memory_limit_stays_hard():
     alone, _ = machines.run(plant, profiled, calibrated, STEPS, max_slowdown=0.05)
     limit = int(0.9 * alone.plan.peak_bytes)
     plant.plans.clear()
-    with pytest.warns(UserWarning, match="is not met: the fastest plan tried"):
+    with pytest.warns(UserWarning, match="max_slowdown=0.05 may not be met: the fastest plan tried within memory_limit is"):
         planned, _ = machines.run(plant, profiled, calibrated, STEPS, max_slowdown=0.05, memory_limit=limit)
     assert all(each.peak_bytes <= limit for each in (planned.plan, *plant.plans.values()))
 

@@ -196,10 +196,10 @@ class Frontier:
         """Return the bytes that the next plan is to need at its peak. Must be called after the first plan was judged.
 
         `_likely_saved` estimates how much a plan with a slowdown of `aim` × `max_slowdown` saves. A measurement may be
-        far off, so the estimate is bounded. If one plan kept `max_slowdown` and another, which saves
-        more bytes, did not, the next plan saves a number of bytes between the two, at least a quarter of the difference
-        away from either. Without such a pair, it saves 0.15 to 0.75 times what the last plan saved if that was too
-        slow, and 1.2 to 2 times if not.
+        far off, so the estimate is bounded. If one plan kept `max_slowdown` and another, which saves more bytes, did
+        not, the next plan saves a number of bytes between the two, at least a quarter of the difference away from
+        either. Without such a pair, it saves 0.15 to 0.75 times what the last plan saved if that was too slow, and 1.2
+        to 2 times if not.
         """
         last = self.tried[-1]
         kept, broken = self._kept_beside_broken(max_slowdown)

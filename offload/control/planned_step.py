@@ -59,7 +59,7 @@ class PlannedStep:
         since its measurement began, except reference steps and steps that were not measured because of `is_behind`.
         `replans`: number of plans made because of measured steps since the search last began.
     frontier
-        Reference steps, and the measured slowdown of the plans so far.
+        Reference steps, and the slowdowns of the plans so far.
     executors
         Executors of steps whose measurements have not been read yet.
     node_seconds, step_seconds, swap_seconds, recompute_seconds

@@ -302,7 +302,7 @@ class SlowdownPromise:
                 return best
             fastest = min(frontier.tried, key=lambda each: each.slowdown_max)
             warnings.warn(
-                f"max_slowdown={allowed:.3g} is not met: the fastest plan tried within memory_limit is "
+                f"max_slowdown={allowed:.3g} may not be met: the fastest plan tried within memory_limit is "
                 f"{fastest.in_words} slower",
                 stacklevel=2,
             )
