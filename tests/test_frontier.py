@@ -372,7 +372,9 @@ def test_memory_limit_stays_hard():
     alone, _ = machines.run(plant, profiled, calibrated, STEPS, max_slowdown=0.05)
     limit = int(0.9 * alone.plan.peak_bytes)
     plant.plans.clear()
-    with pytest.warns(UserWarning, match="max_slowdown=0.05 may not be met: the fastest plan tried within memory_limit is"):
+    with pytest.warns(
+        UserWarning, match="max_slowdown=0.05 may not be met: the fastest plan tried within memory_limit is"
+    ):
         planned, _ = machines.run(plant, profiled, calibrated, STEPS, max_slowdown=0.05, memory_limit=limit)
     assert all(each.peak_bytes <= limit for each in (planned.plan, *plant.plans.values()))
 
