@@ -51,12 +51,13 @@ NOTES = {
     "parts": "*Peer better*: offload reaches less than 97 % of the speed of what it is compared with.",
     "settling": "Plain training and offload with default settings train the same batches, step by step in turn.",
     "targets": "*Growth* is the memory that training adds to the process after model and optimizer are loaded.",
-    "gpu": """*Memory* is what training adds to the memory that torch has allocated on the GPU after model and optimizer
-are loaded, relative to plain training; *peak* the same in bytes. *Pinned*: host memory. *Waits*: how long computation
-waits for copies in each step. In brackets are the quartiles of the median step. *offload, max_slowdown 5 %* is the
-default. *Peer better*: no setting of offload needs as little memory and as little time as this way; with copies, the
-swap store reaches less than 97 % of the speed of `Tensor.copy_`. In the first run, plans were made from predictions
-alone. Each run had 85 to 105 s, so some ways are missing. Hooks: the additional time per
+    "gpu": """*Memory* is what training adds to the memory that torch has allocated on the GPU after model and
+optimizer are loaded, relative to plain training; *peak* the same in bytes. *Pinned*: host memory. *Waits*: how
+long computation waits for copies in each step. In brackets are the quartiles of the median step. *offload,
+max_slowdown 5 %* is the default. *Peer better*: no setting of offload needs as little memory and as little time
+as this way; with copies, the swap store reaches less than 97 % of the speed of `Tensor.copy_`. In the first
+run, plans were made from predictions alone. Each run had 85 to 136 s, so some ways are missing. The upper
+quartiles of offload's steps contain three slow reference steps after the search. Hooks: the additional time per
 saved tensor, compared with a step without hooks; small negative times are noise.""",
     "simulated": "*Peer better*: no setting of offload needs as little memory and as little time as this way.",
 }

@@ -296,7 +296,9 @@ def slowdown_table(content: Mapping[str, Any]) -> Table:
         " and in the measured steps. *Kept* allows 1 % for noise. *Last change*: the number of the first step with the "
         "last plan."
     )
-    return Table("Is max_slowdown kept?", columns, rows, content["machine"], note=note, page="targets")
+    is_default = all(row["max_slowdown"] == 0.05 for row in content["rows"])
+    title = "Is the default max_slowdown kept?" if is_default else "Is max_slowdown kept?"
+    return Table(title, columns, rows, content["machine"], note=note, page="targets")
 
 
 def sweep_table(content: Mapping[str, Any]) -> Table:

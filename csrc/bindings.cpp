@@ -17,6 +17,7 @@ namespace py = pybind11;
 using namespace offload;
 
 void register_hooks(py::module_& module);
+void register_plan(py::module_& module);
 #ifdef OFFLOAD_MUTANTS
 void register_campaign(py::module_& module);
 #endif
@@ -125,23 +126,27 @@ void register_store(py::module_& module) {
   py::class_<SwapStore, std::shared_ptr<SwapStore>>(module, "SwapStore")
       .def_static(
           "direct",
-          [](std::shared_ptr<HostDriver> lanes, std::string spill_directory, size_t slice_bytes) {
+          [](std::shared_ptr<HostDriver> lanes, std::string spill_directory, size_t slice_bytes,
+             bool checks_every_byte) {
             StoreOptions options;
             options.spill_directory = std::move(spill_directory);
             options.slice_bytes = slice_bytes;
+            options.checks_every_byte = checks_every_byte;
             return SwapStore::create_direct(std::move(lanes), options);
           },
-          py::arg("lanes"), py::arg("spill_directory"), py::arg("slice_bytes") = StoreOptions{}.slice_bytes)
+          py::arg("lanes"), py::arg("spill_directory"), py::arg("slice_bytes") = StoreOptions{}.slice_bytes,
+          py::arg("checks_every_byte") = false)
       .def_static(
           "slab",
           [](std::shared_ptr<Driver> device, std::shared_ptr<HostDriver> lanes, size_t host_bytes_max,
-             std::string spill_directory, size_t slab_bytes, size_t slice_bytes) {
+             std::string spill_directory, size_t slab_bytes, size_t slice_bytes, bool checks_every_byte) {
             return SwapStore::create_slab(std::move(device), std::move(lanes),
-                                          {host_bytes_max, slab_bytes, slice_bytes, std::move(spill_directory)});
+                                          {host_bytes_max, slab_bytes, slice_bytes, std::move(spill_directory),
+                                           checks_every_byte});
           },
           py::arg("device"), py::arg("lanes"), py::arg("host_bytes_max"), py::arg("spill_directory") = "",
           py::arg("slab_bytes") = StoreOptions{}.slab_bytes, py::arg("slice_bytes") = StoreOptions{}.slice_bytes,
-          ReleaseGil())
+          py::arg("checks_every_byte") = false, ReleaseGil())
       .def(
           "swap_out",
           [](SwapStore& store, uintptr_t source, size_t bytes, uintptr_t compute, uint64_t need) {
@@ -272,6 +277,7 @@ PYBIND11_MODULE(_core, module) {
   register_parts(module);
   register_store(module);
   register_hooks(module);
+  register_plan(module);
 #ifdef OFFLOAD_MUTANTS
   register_campaign(module);
 #endif
@@ -294,6 +300,13 @@ PYBIND11_MODULE(_core, module) {
         return crc32c(crc, view.data(), view.size());
       },
       py::arg("data"), py::arg("crc") = 0);
+  module.def(
+      "crc32c_of_blocks",
+      [](const py::bytes& data, uint64_t offset, uint32_t crc) {
+        const std::string_view view = data;
+        return crc32c_of_blocks(crc, view.data(), view.size(), offset);
+      },
+      py::arg("data"), py::arg("offset"), py::arg("crc") = 0);
   module.def(
       "crc32c_portable",
       [](const py::bytes& data, uint32_t crc) {

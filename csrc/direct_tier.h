@@ -36,7 +36,7 @@ class DirectStore final : public SwapStore {
   DirectStore(std::shared_ptr<HostDriver> lanes, const StoreOptions& options)
       : SwapStore(lanes, lanes),
         slice_bytes_(options.slice_bytes),
-        file_(options.spill_directory),
+        file_(options.spill_directory, options.checks_every_byte),
         out_lane_(*lanes),
         in_lane_(*lanes) {}
 

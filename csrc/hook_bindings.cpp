@@ -196,6 +196,10 @@ void register_step(py::module_& module) {
            [](StepCopies& copies, int64_t node) {
              if (!copies.act(node)) throw py::error_already_set();
            })
+      .def("call_at",
+           [](StepCopies& copies, std::vector<StepCopies::Call> calls, py::object callback) {
+             copies.call_at(std::move(calls), Owned(callback.release().ptr()));
+           })
       .def("rewind", &StepCopies::rewind)
       .def_readwrite("caps_in_flight", &StepCopies::caps_in_flight)
       .def_readwrite("finds_held", &StepCopies::finds_held)

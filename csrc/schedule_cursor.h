@@ -142,7 +142,7 @@ class ScheduleCursor {
   void forget_uses() { used_.clear(); }
 
   int64_t node = 0;
-  int64_t next_due = 0;        // the node at which the next release or prefetch is due
+  int64_t next_due = 0;        // the node at which the next release, prefetch or call (StepCopies::call_at) is due
   bool is_on_schedule = true;  // so far the step does the same as the recorded one
 
  private:

@@ -22,7 +22,8 @@ SlabParts::SlabParts(SwapStore& owner, std::mutex& lock, StoreStats& figures, Co
       events(device_events),
       lane_events(host_events),
       slice_bytes(options.slice_bytes),
-      file(options.spill_directory.empty() ? nullptr : std::make_unique<SpillFile>(options.spill_directory)),
+      file(options.spill_directory.empty() ? nullptr : std::make_unique<SpillFile>(
+                                                            options.spill_directory, options.checks_every_byte)),
       pool(device, options.host_bytes_max, options.slab_bytes),
       bounce_bytes(std::clamp(options.host_bytes_max / 8 / kPageBytes * kPageBytes, kPageBytes, slice_bytes)),
       bounces(take_bounces()),

@@ -35,7 +35,8 @@ struct Drain {
 
 }  // namespace
 
-SpillFile::SpillFile(const std::string& directory) : path_(directory) {
+SpillFile::SpillFile(const std::string& directory, bool checks_every_byte)
+    : path_(directory), checks_every_byte_(checks_every_byte) {
   open_in(directory);
   probe_alignment();
 }
@@ -182,12 +183,16 @@ uint32_t SpillFile::transfer(const FileTransfer& whole, uint32_t crc) {
   for (size_t piece = 0; piece < pieces; ++piece) {
     const size_t slot = piece % kPiecesInFlight;
     const FileTransfer transfer = piece_at(piece);
-    if (transfer.writing) crc = crc32c(crc, transfer.data, transfer.bytes);
+    if (transfer.writing) crc = checked(crc, transfer.data, transfer.bytes, transfer.offset);
     finish(io, transfer, started[slot] ? io.wait(descriptor_, transfer, slot) : 0);
     if (piece + kPiecesInFlight < pieces) start(piece + kPiecesInFlight);
-    if (!transfer.writing) crc = crc32c(crc, transfer.data, transfer.bytes);
+    if (!transfer.writing) crc = checked(crc, transfer.data, transfer.bytes, transfer.offset);
   }
   return crc;
+}
+
+uint32_t SpillFile::checked(uint32_t crc, const void* data, size_t bytes, uint64_t offset) const {
+  return checks_every_byte_ ? crc32c(crc, data, bytes) : crc32c_of_blocks(crc, data, bytes, offset);
 }
 
 void SpillFile::write_together(std::vector<Piece>& pieces) {
@@ -210,14 +215,14 @@ void SpillFile::transfer_together(bool writing, Piece* pieces, size_t count) {
   uint64_t done_bytes = 0;
   for (size_t each = 0; each < count; ++each) {
     Piece& piece = pieces[each];
-    if (writing) piece.crc = crc32c(piece.crc, piece.data, piece.bytes);
+    if (writing) piece.crc = checked(piece.crc, piece.data, piece.bytes, piece.extent.offset);
     try {
       finish(io, transfers[each], each < started ? io.wait(descriptor_, transfers[each], each) : 0);
     } catch (...) {
       piece.failure = std::current_exception();
       continue;
     }
-    if (!writing) piece.crc = crc32c(piece.crc, piece.data, piece.bytes);
+    if (!writing) piece.crc = checked(piece.crc, piece.data, piece.bytes, piece.extent.offset);
     done_bytes += piece.bytes;
   }
   std::lock_guard lock(mutex_);

@@ -6,7 +6,7 @@
 // and interrupted transfers are continued; any other failure is a SpillError with errno, path and offset.
 //
 // Reads and writes are cut into pieces, a bounded number of which are in flight (with Linux AIO; with pread and pwrite
-// if the kernel refuses AIO). The CRC32C of one piece is computed while the next ones are in flight.
+// if the kernel refuses AIO). The checksum of one piece (checksum.h) is computed while the next ones are in flight.
 //
 // Thread safe. read() and write() block their caller; they are called on lanes.
 #pragma once
@@ -45,14 +45,14 @@ struct Piece {
   Extent extent;
   char* data = nullptr;
   size_t bytes = 0;
-  uint32_t crc = 0;  // checksum of the bytes written or read
+  uint32_t crc = 0;  // checksum of what was written or read
   std::exception_ptr failure;
 };
 
 class SpillFile {
  public:
   // Throws SpillError if no file can be created in `directory`.
-  explicit SpillFile(const std::string& directory);
+  explicit SpillFile(const std::string& directory, bool checks_every_byte = false);
   ~SpillFile();
   SpillFile(const SpillFile&) = delete;
   SpillFile& operator=(const SpillFile&) = delete;
@@ -92,6 +92,8 @@ class SpillFile {
   void probe_alignment();
   void grow(uint64_t bytes);
   uint32_t transfer(const FileTransfer& whole, uint32_t crc);
+  // Continues `crc` over those of these bytes that checksums cover. `offset`: in the file.
+  uint32_t checked(uint32_t crc, const void* data, size_t bytes, uint64_t offset) const;
   void transfer_together(bool writing, Piece* pieces, size_t count);
   void finish(FileIo& io, const FileTransfer& whole, int64_t result);
   [[noreturn]] void fail(int error_number, uint64_t offset, const char* what) const;
@@ -99,6 +101,7 @@ class SpillFile {
   std::string path_;
   int descriptor_ = -1;
   bool direct_ = false;
+  const bool checks_every_byte_;  // else two cache lines of each block
   size_t alignment_bytes_ = 1;
   mutable std::mutex mutex_;
   ExtentMap free_{kExtentBytes};

@@ -68,20 +68,42 @@ Owned StepCopies::find(int64_t pack_index) const {
 }
 
 bool StepCopies::act(int64_t node) {
+  const bool done = run_due(node);
+  look_ahead();
+  return done;
+}
+
+bool StepCopies::run_due(int64_t node) {
   const PackTable& table = cursor->table();
   while (next_release_ < table.releases.size() && table.releases[next_release_].node <= node) {
     // Incremented first: while this thread waits, another thread may act.
     const Owned storage = find(table.releases[next_release_++].pack_index);
     if (storage && !wait_copied_out(storage.get())) return false;
   }
+  if (!make_calls({node, true})) return false;
   const size_t first = next_prefetch_;
   while (next_prefetch_ < table.prefetches.size() && table.prefetches[next_prefetch_].node <= node)
     if (!prefetch(table.prefetches[next_prefetch_++].pack_index)) return false;
+  if (!make_calls({node + 1, false})) return false;
   for (size_t due = first; table.waits_for_prefetches && due < next_prefetch_; ++due) {
     const Owned storage = find(table.prefetches[due].pack_index);
     if (storage && !wait_copied_in(storage.get())) return false;
   }
+  return true;
+}
+
+void StepCopies::call_at(std::vector<Call> calls, Owned callback) {
+  calls_ = std::move(calls);
+  callback_ = std::move(callback);
+  next_call_ = 0;
   look_ahead();
+}
+
+bool StepCopies::make_calls(const Call& end) {
+  while (next_call_ < calls_.size() && calls_[next_call_] < end) {
+    const Owned place(PyLong_FromSize_t(next_call_++));  // incremented first: the call may run Python code that acts
+    if (!place || !Owned(PyObject_CallOneArg(callback_.get(), place.get()))) return false;
+  }
   return true;
 }
 
@@ -112,6 +134,7 @@ void StepCopies::look_ahead() {
   int64_t due = std::numeric_limits<int64_t>::max();
   if (next_release_ < table.releases.size()) due = table.releases[next_release_].node;
   if (next_prefetch_ < table.prefetches.size()) due = std::min(due, table.prefetches[next_prefetch_].node);
+  if (next_call_ < calls_.size()) due = std::min(due, calls_[next_call_].first);
   cursor->next_due = due;
 }
 

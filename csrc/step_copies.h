@@ -2,8 +2,8 @@
 // that are still to come. A release waits for a copy-out and frees its source.
 //
 // On the data path: swap_hooks.cpp and executor.py report swapped storages here, and call `act` at nodes where copies
-// are due. StepCopies holds only weak references. Callers hold the GIL; a function that returns false sets a Python
-// error.
+// are due. StepCopies holds only weak references to storages. Callers hold the GIL; a function that returns false sets a
+// Python error.
 #pragma once
 
 #include <cstddef>
@@ -34,7 +34,12 @@ class StepCopies {
   bool add(int64_t pack_index, PyObject* storage, PyObject* source);
   // Returns the storage of a pack, if its graph is alive: a new reference, or null without an error.
   Owned find(int64_t pack_index) const;
-  // Waits for the copy-outs and begins the copy-ins that are due at a node.
+  // A node, and whether a call there comes after the prefetches of the node.
+  using Call = std::pair<int64_t, bool>;
+  // Lets `act` call `callback` when the step reaches each of these nodes, with the place in `calls`, which ascends.
+  // Replaces earlier calls.
+  void call_at(std::vector<Call> calls, Owned callback);
+  // Waits for the copy-outs, makes the calls and begins the copy-ins that are due at a node.
   bool act(int64_t node);
   // Called when backward continues at an earlier node: storages used from that node on are prefetched again.
   void rewind(int64_t node);
@@ -47,14 +52,19 @@ class StepCopies {
   std::set<int64_t> missed;     // packs of tensors that backward needed before their copy-ins had begun
 
  private:
+  bool run_due(int64_t node);
   bool prefetch(int64_t pack_index);
+  // Makes the calls that are due before this one would be.
+  bool make_calls(const Call& end);
   void look_ahead();
   void stop_watching();
 
   const std::shared_ptr<Gauge> prefetched_, without_memory_;
   std::vector<Owned> storages_;  // weak references, by pack index
   std::vector<std::pair<int64_t, Owned>> watched_;  // torch's weak references to storages, by pack index
-  size_t next_release_ = 0, next_prefetch_ = 0;
+  std::vector<Call> calls_;
+  Owned callback_;
+  size_t next_release_ = 0, next_prefetch_ = 0, next_call_ = 0;
 };
 
 }  // namespace offload

@@ -79,6 +79,7 @@ struct StoreOptions {
   // a bounce buffer; an urgent copy-in from the slab copies the rest of its block in one piece.
   size_t slice_bytes = size_t{32} << 20;
   std::string spill_directory;  // empty: the slab tier has no file; the direct tier needs one
+  bool checks_every_byte = false;  // of what is read from the file; else two cache lines of each block (checksum.h)
 };
 
 struct StoreStats {

@@ -3,6 +3,8 @@
 from collections.abc import Callable, Mapping, Sequence, Sized
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor, UntypedStorage, device, nn
 from typing_extensions import Buffer
 
@@ -66,7 +68,9 @@ class Ticket:
 
 class SwapStore:
     @staticmethod
-    def direct(lanes: HostDriver, spill_directory: str, slice_bytes: int = 33554432) -> SwapStore: ...
+    def direct(
+        lanes: HostDriver, spill_directory: str, slice_bytes: int = 33554432, checks_every_byte: bool = False
+    ) -> SwapStore: ...
     @staticmethod
     def slab(
         device: Driver,
@@ -75,6 +79,7 @@ class SwapStore:
         spill_directory: str = "",
         slab_bytes: int = 268435456,
         slice_bytes: int = 33554432,
+        checks_every_byte: bool = False,
     ) -> SwapStore: ...
     @property
     def alignment_bytes(self) -> int: ...
@@ -301,6 +306,7 @@ class StepCopies:
     def find_held(self) -> set[int]: ...
     def find(self, pack_index: int) -> SwappedStorage | None: ...
     def act(self, node: int) -> None: ...
+    def call_at(self, calls: Sequence[tuple[int, bool]], callback: Callable[[int], object]) -> None: ...
     def rewind(self, node: int) -> None: ...
     def miss(self, pack_index: int) -> None: ...
 
@@ -474,6 +480,32 @@ class SpillFile:
     def read(self, extent: Extent, data: Buffer) -> int: ...
 
 def crc32c(data: bytes, crc: int = 0) -> int: ...
+def crc32c_of_blocks(data: bytes, offset: int, crc: int = 0) -> int: ...
 def crc32c_portable(data: bytes, crc: int = 0) -> int: ...
 def numa_node_of_pci(bus_id: str, sysfs: str = "/sys") -> int: ...
 def pages_near(bytes: int, node: int) -> bytes: ...
+
+class Placer:
+    def __init__(
+        self,
+        bytes: Sequence[int],
+        packed: Sequence[int],
+        release_min: Sequence[int],
+        first_backward: Sequence[int],
+        out_seconds: Sequence[float],
+        in_seconds: Sequence[float],
+        overhead_seconds: Sequence[float],
+        copy_in_rank: Sequence[int],
+        seconds: Sequence[float],
+        unswapped_bytes: NDArray[np.int64],
+    ) -> None: ...
+    def headroom(self, indices: Sequence[int], limit_bytes: int) -> NDArray[np.int64]: ...
+    def place(
+        self,
+        indices: Sequence[int],
+        limit_bytes: int,
+        cutoff_seconds: float,
+        safety_factor: float,
+        not_before: Mapping[int, int],
+    ) -> tuple[float, tuple[int, ...], tuple[int, ...], tuple[int, ...], list[tuple[float, int, int, bool]]] | None: ...
+    def releases(self, indices: Sequence[int], limit_bytes: int) -> list[int]: ...

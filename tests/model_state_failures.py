@@ -9,6 +9,7 @@ from dataclasses import dataclass
 GUARDS = (
     "optimizer_state/test_state_guards.py",
     "optimizer_state/test_share_guards.py",
+    "optimizer_state/test_in_passes_guards.py",
     "optimizer_state/test_gradient_guards.py",
     "parameters/test_frozen_guards.py",
     "parameters/test_trained_guards.py",
@@ -39,6 +40,7 @@ class Failure:
 STATE, STATE_LIFE = "optimizer_state/test_state_faults.py", "optimizer_state/test_state_lifetimes.py"
 GRADIENTS = "optimizer_state/test_gradient_faults.py"
 IN_BACKWARD, SNAPSHOTS = "optimizer_state/test_in_backward_ends.py", "optimizer_state/test_snapshots.py"
+IN_PASSES = "optimizer_state/test_in_passes_failures.py"
 FROZEN, FROZEN_LIFE = "parameters/test_frozen_faults.py", "parameters/test_frozen_lifetimes.py"
 TRAINED, TRAINED_LIFE = "parameters/test_trained_faults.py", "parameters/test_trained_lifetimes.py"
 FROZEN_STOPS, TRAINED_STOPS = "parameters/test_frozen_interrupts.py", "parameters/test_trained_interrupts.py"
@@ -96,6 +98,7 @@ FAILURES = (
                 "test_a_read_that_fails_names_the_parameter",
                 "test_state_that_cannot_be_brought_back_is_tried_again",
             ),
+            IN_PASSES: ("test_a_read_in_backward_that_fails_is_told_in_the_update",),
             IN_BACKWARD: ("test_state_that_cannot_be_read_in_backward",),
             GRADIENTS: (
                 "test_a_read_that_fails_names_the_parameter",
@@ -163,6 +166,7 @@ FAILURES = (
         "made twice.",
         {
             "optimizer_state/test_interrupts.py": ("test_an_interrupt_at_any_line",),
+            IN_PASSES: ("test_an_interrupt_at_any_line",),
             "optimizer_state/test_disabled_after_interrupt.py": ("test_an_interrupt_at_any_line_of_the_first_update",),
             STATE_LIFE: ("test_an_interrupted_state_dict_leaves_true_values",),
             IN_BACKWARD: ("test_an_interrupt_at_any_line", "test_no_update_is_made_twice_after_an_interrupt"),

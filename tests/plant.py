@@ -15,6 +15,7 @@ from unittest import mock
 import torch
 
 from offload.control import controller as controlling
+from offload.control import promise
 from offload.control.controller import PlanController
 from offload.control.limits import LIMITS, Limits
 from offload.control.phase import Phase, SignatureState
@@ -191,10 +192,11 @@ def run(
     planned = PlannedStep(limits, profile, believed, HeldBytes(0, 0))
     state = controller._states[SIGNATURE] = SignatureState(Phase.PLANNING, planned=planned)
     model = torch.nn.Identity()
-    executors = {"MeteredExecutor": Executor, "ScheduleExecutor": Executor, "Stopwatch": lambda _: mock.Mock()}
+    executors = {"MeteredExecutor": Executor, "ScheduleExecutor": Executor}
     with (
         mock.patch.object(Executor, "plant", plant, create=True),
         mock.patch.multiple(controlling, **executors),
+        mock.patch.object(promise, "Stopwatch", mock.Mock()),
     ):
         for number in range(steps):
             if then is not None:

@@ -10,7 +10,7 @@ from planned_rig import assert_equal, batch, enabled, train
 from planned_rig import make as make_blocks
 from torch import nn
 
-from offload.control import controller
+from offload.control import controller, promise
 from offload.control.limits import LIMITS
 from offload.plan import Link
 from offload.runtime.executor import Stopwatch
@@ -132,7 +132,7 @@ def test_without_hooks_a_recorded_step_is_watched_all_the_same(tmp_path):
 def test_nothing_is_prepared_to_measure_a_step_without_hooks(is_guarded, tmp_path, monkeypatch):
     """Without the guard, each of them gets a stopwatch that nothing ever stops."""
     made = []
-    monkeypatch.setattr(controller, "Stopwatch", lambda engine: made.append(True) or Stopwatch(engine))
+    monkeypatch.setattr(promise, "Stopwatch", lambda engine: made.append(True) or Stopwatch(engine))
     if not is_guarded:
         monkeypatch.setattr(controller.PlanController, "_measures", lambda *_: True)
     model, optimizer = make()

@@ -352,6 +352,22 @@ def test_the_environment_throttles_and_is_part_of_what_identifies_a_link(
         offload.enable(torch.nn.Linear(4, 1))
 
 
+def test_checksums_are_part_of_what_identifies_a_link_and_a_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys, stores = [], []
+    for text in ("", "all"):
+        monkeypatch.setenv("OFFLOAD_CHECKSUM", text)
+        handle = offload.enable(torch.nn.Linear(4, 1), n_tensors=0, spill_dir=tmp_path)
+        stores.append(handle._engine.store)
+        keys.append(calibration._machine_key(stores[-1], CPU, str(tmp_path), 1 << 20))
+    assert stores[0] is not stores[1]
+    assert [key["checks_every_byte"] for key in keys] == [False, True]
+    monkeypatch.setenv("OFFLOAD_CHECKSUM", "none")
+    with pytest.raises(ValueError, match=r"OFFLOAD_CHECKSUM is \"blocks\" or \"all\", not 'none'"):
+        offload.enable(torch.nn.Linear(4, 1), spill_dir=tmp_path)
+
+
 def test_room_for_the_measurement(tmp_path: Path) -> None:
     store = _core.SwapStore.slab(_core.HostDriver(), _core.HostDriver(), 8 << 20, slab_bytes=8 << 20)
 

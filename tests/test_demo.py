@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import io
 import json
 import mmap
@@ -26,6 +27,15 @@ ROOT = Path(__file__).parents[1]
 TINY = Shape(layers=2, width=32, heads=2, batch=2, length=32)
 SIZES = {"layers": 2, "width": 64, "heads": 2, "batch": 4, "length": 256, "steps": 3}
 
+WORK: dict[str, Any] = {
+    "steps": 3,
+    "until_settled": False,
+    "seed": 0,
+    "device": "cpu",
+    "of_state": False,
+    "tell": lambda event: None,
+}
+
 
 def result(**changes: Any) -> dict[str, Any]:
     made = {
@@ -34,6 +44,7 @@ def result(**changes: Any) -> dict[str, Any]:
         "gradients": "00ff" * 8,
         "baseline_bytes": 300 << 20,
         "peak_bytes": 800 << 20,
+        "counted_peak_bytes": 700 << 20,
         "saved_bytes": 400 << 20,
         "parameter_bytes": 20 << 20,
         "parameters": 5 << 20,
@@ -213,11 +224,9 @@ def test_the_output_says_which_steps_the_median_is_of() -> None:
     searched = result(name="offloaded", steps=30, steps_counted=21, steps_settled=21)
     results = [result(steps=30, steps_counted=29), searched]
     assert dict(demo.table_rows(results))["  counted steps"] == ["29 of 30", "21 of 30"]
-    assert "offloaded: the median counts the steps after the search for a plan, without reference steps" in (
-        demo.remarks(results)
-    )
+    assert "offloaded: the median counts the steps after the search for a plan" in (demo.remarks(results))
     searching = result(name="offloaded", steps=12, steps_counted=11, steps_settled=2)
-    assert any(line.startswith("offloaded: only 2 steps followed the search") for line in demo.remarks([searching]))
+    assert any(line.startswith("offloaded: only 2 steps came after the search") for line in demo.remarks([searching]))
     assert not any("search" in line for line in demo.remarks([result_of_state()]))
 
 
@@ -302,7 +311,7 @@ def test_steps_of_the_search_are_not_counted(tmp_path: Path, monkeypatch: pytest
     settled = iter([False, False, True, True, False, True])
     monkeypatch.setattr(demo_worker.Contestant, "has_settled", lambda contestant: next(settled))
     monkeypatch.setattr(demo_worker.Contestant, "searches", True)
-    found = demo_worker.train("plain", TINY, steps=6, seed=0, device="cpu", of_state=False, tell=lambda event: None)
+    found = demo_worker.train("plain", TINY, **{**WORK, "steps": 6})
     assert (found["steps_counted"], found["steps_settled"]) == (3, 3)
     seconds = found["step_seconds"]
     assert found["step_seconds_median"] == sorted([seconds[2], seconds[3], seconds[5]])[1]
@@ -334,3 +343,47 @@ def test_bad_options_are_refused_before_anything_runs(
 def test_a_gpu_that_is_not_there_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert demo.main(["--device", "cuda"]) == 2
     assert "use --device cpu" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("settled_from", "steps"), [(3, 3 + demo_worker.SETTLED_STEPS), (1000, 20)])
+def test_a_run_can_end_once_steps_have_followed_the_search(
+    settled_from: int, steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or at the number of steps that is given; the gradients are those of its last step."""
+    asked = iter(range(1000))
+    monkeypatch.setattr(demo_worker.Contestant, "has_settled", lambda self: next(asked) >= settled_from)
+    monkeypatch.setattr(demo_worker.Contestant, "searches", True)
+    found = demo_worker.train("plain", TINY, **{**WORK, "steps": 20, "until_settled": True})
+    assert (found["steps"], len(found["losses"])) == (steps, steps)
+    monkeypatch.undo()
+    alone = demo_worker.train("plain", TINY, **{**WORK, "steps": steps})
+    assert found["gradients"] == alone["gradients"]
+
+
+@pytest.mark.parametrize(
+    ("options", "runs"),
+    [
+        (["--steps=5"], [("plain", 5, False), ("offloaded", 5, False)]),
+        ([], [("offloaded", demo.STEPS_MAX, True), ("plain", 33, False)]),
+        (
+            ["--with-checkpoint"],
+            [("offloaded", demo.STEPS_MAX, True), ("plain", 33, False), ("checkpointed", 33, False)],
+        ),
+        (["--contestants=plain"], [("plain", demo.STEPS_OF_STATE, False)]),
+    ],
+)
+def test_without_a_number_the_offloaded_run_decides_how_many_steps_all_runs_have(
+    options: list[str], runs: list[tuple[str, int, bool]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[tuple[str, int, bool]] = []
+
+    def train(name: str, args: Any) -> dict[str, Any]:
+        found.append((name, args.steps, args.until_settled))
+        return result(name=name, steps=33)
+
+    monkeypatch.setattr(demo, "_train_apart", train)
+    parser = argparse.ArgumentParser()
+    demo.add_arguments(parser)
+    results = demo._train_all(parser.parse_args(options))
+    assert found == runs
+    assert results[0]["name"] == "plain"

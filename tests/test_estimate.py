@@ -154,17 +154,17 @@ def test_a_search_that_starts_again_expects_what_steps_took_since_the_last_one()
     frontier.judge(plan, [StepCost(2.04, (2.0,), 2.04, 2.04)] * PAIRS, ALLOWED)
     [judged] = frontier.tried
     frontier.is_settled = True
-    frontier.looks.extend([0.12, 0.1, 0.11])
+    frontier.watch.looks.extend([0.12, 0.1, 0.11])
     link = frontier.start_again(plan, plan.link)
     predicted_seconds = 2.0 * judged.measured - judged.unexplained_seconds
     assert link.byte_seconds * judged.copied_bytes == pytest.approx(2.0 * 0.11 - predicted_seconds)
-    assert (frontier.is_settled, frontier.tried, list(frontier.looks)) == (False, [], [])
+    assert (frontier.is_settled, frontier.tried, list(frontier.watch.looks)) == (False, [], [])
 
 
 def test_a_search_without_a_judged_plan_starts_again_with_the_same_link():
     plant, _, _ = machine(0)
     frontier = Frontier(LIMITS)
-    frontier.looks.extend([0.1])
+    frontier.watch.looks.extend([0.1])
     assert frontier.start_again(least_memory_plan(plant.trace, plant.link, ALLOWED), plant.link) == plant.link
 
 

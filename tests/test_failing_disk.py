@@ -45,7 +45,7 @@ def test_failing_spill_keeps_the_tensor(tmp_path, caplog, operation, persistent)
         assert str(tmp_path) in text
 
 
-@pytest.mark.parametrize("kind", ["error", "flipped_bit"])
+@pytest.mark.parametrize("kind", ["error", "wrong_block"])
 def test_failing_read_is_an_error_and_the_graph_survives(tmp_path, kind):
     model = Net()
     expected = step(model, rows=500)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -45,6 +46,7 @@ class Training:
         compiled: bool = False,
         rows: Sequence[int] = (16,) * STEPS,
     ) -> None:
+        gc.collect()  # what earlier tests have left would be in the peaks of one training and not of the next
         torch.manual_seed(0)
         model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS))).to(KIND)
         optimizer = make(model.parameters())

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 from planned_rig import assert_equal, enabled, known_link, make, plain_run, told_blocks, train  # noqa: F401
+from reference_rig import every_second_step
 
 from offload.control.limits import LIMITS
-from offload.control.promise import SlowdownPromise
 from offload.devices.memory import free_host_bytes
 from offload.runtime.executor import Stopwatch
 
@@ -21,18 +21,7 @@ def swapped(tmp_path, monkeypatch):
     def run(free_bytes=1 << 40, kept_share=ANY, settled_after=None, **options):
         monkeypatch.setattr("offload.handle.LIMITS", replace(LIMITS, kept_share=kept_share))
         monkeypatch.setattr("offload.control.promise.free_bytes", lambda device: free_bytes)
-        # Measured times decide nothing: the first plan stays.
-        monkeypatch.setattr(SlowdownPromise, "needs_plan", lambda promise, planned: False)
-        monkeypatch.setattr(SlowdownPromise, "_wants_reference", lambda promise, planned: planned.steps % 2 == 0)
-        schedule_of, found = SlowdownPromise.reference_schedule, []
-
-        def reference_schedule(promise, planned):
-            planned.frontier.is_settled = len(found) == settled_after
-            schedule = schedule_of(promise, planned)
-            found.append(len(schedule.swapped))
-            return schedule
-
-        monkeypatch.setattr(SlowdownPromise, "reference_schedule", reference_schedule)
+        found = every_second_step(monkeypatch, settled_after)
         model, optimizer = make()
         with enabled(model, max_slowdown=1e9, spill_dir=tmp_path, recompute=False, **options) as handle:
             results, _ = train(model, optimizer, ROWS)

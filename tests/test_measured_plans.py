@@ -12,8 +12,9 @@ from torch import nn
 import offload
 from offload.control.limits import LIMITS
 from offload.control.phase import Phase
-from offload.control.planned_step import _with_earlier_prefetches, _without_slowing
+from offload.control.planned_step import _without_slowing
 from offload.plan import Link, simulate
+from offload.plan.late import with_earlier_prefetches
 
 
 def test_predicted_and_measured_stand_side_by_side(tmp_path):
@@ -106,11 +107,11 @@ def test_a_late_tensor_comes_back_earlier_where_there_is_room(tmp_path):
         plan = handle.plan
         swap = next(s for s in plan.swaps if s.prefetch > s.release)
         late = {swap.id: plan.step_seconds}
-        longer = _with_earlier_prefetches(plan, late, plan.unswapped_peak_bytes)
+        longer = with_earlier_prefetches(plan, late, plan.unswapped_peak_bytes)
         moved = next(s for s in longer.swaps if s.id == swap.id)
         assert moved.prefetch < swap.prefetch
         assert simulate(plan.trace, longer.swaps, plan.link).peak_bytes == longer.peak_bytes
-        tight = _with_earlier_prefetches(plan, late, plan.peak_bytes)
+        tight = with_earlier_prefetches(plan, late, plan.peak_bytes)
         assert tight.peak_bytes <= plan.peak_bytes
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from some_rows import one_in
 from torch import nn
 
 import offload
+from offload.control.limits import LIMITS
+from offload.control.promise import SlowdownPromise
 from offload.control.running_step import RunningStep
 from offload.diagnostics.html import plan as plan_page
 from offload.diagnostics.html.chart import chart
@@ -86,6 +89,30 @@ def test_a_planned_step_that_fails_shows_how_far_it_was(place: str, tmp_path: Pa
     (cut,) = stacks(page.read_text("utf-8"))
     assert cut["end"] == pytest.approx(made.timing.finish[node])
     assert f"in node {node + 1} of {len(nodes)}" in page.read_text("utf-8")
+
+
+@pytest.mark.parametrize("keeps_all", [True, False])
+def test_a_reference_step_that_fails_has_a_place_and_says_that_it_kept_every_tensor(
+    keeps_all: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("offload.handle.LIMITS", replace(LIMITS, kept_share=1.0))
+    monkeypatch.setattr("offload.control.promise.free_bytes", lambda device: (1 << 60) * keeps_all)
+    monkeypatch.setattr(SlowdownPromise, "needs_plan", lambda promise, planned: False)
+    monkeypatch.setattr(SlowdownPromise, "_wants_reference", lambda promise, planned: planned.steps == 3)
+    model, optimizer = make()
+    with offload.enable(model, max_slowdown=1e9, min_tensor_bytes="4KiB", recompute=False) as handle:
+        for number in range(3):
+            train_once(model, optimizer, *batch(256, number))
+        model[3].register_forward_hook(refuse)
+        with pytest.raises(MemoryError) as caught, handle.explain_oom():
+            train_once(model, optimizer, *batch(256, 9))
+        explanation = caught.value.offload_explanation
+        made, _ = explanation.running
+        assert handle.plan.swaps
+        assert made.swaps == (() if keeps_all else handle.plan.swaps)
+    assert (
+        "give memory_limit with max_slowdown: then reference steps stay within the limit" in str(explanation)
+    ) == keeps_all
 
 
 def refuse(*_: object) -> None:

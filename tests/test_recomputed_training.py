@@ -98,6 +98,7 @@ def spared(folder):
             "activations": [report.verdict.activation_bytes, report.verdict.activation_bytes_planned],
             "recipes": sum(tensor.recompute is not None for tensor in trace.tensors),
             "ids": [tensor.id for tensor in trace.tensors],
+            "modules": list(sys.modules),
         }}
         for name in ("step.json", "step.html"):
             with handle.timeline("{folder}/" + name):
@@ -220,6 +221,11 @@ def test_the_default_wish_finds_less_memory():
     assert found["same"]
     swap, *joint = found["peaks"]
     assert max(joint) < swap
+
+
+def test_plans_are_made_without_modules_that_take_much_memory(spared):
+    assert spared["recomputes"] > 0
+    assert not {"numpy.ma", "scipy", "highspy"}.intersection(spared["modules"])
 
 
 def test_a_timeline_of_a_step_has_recomputation_on_a_lane_of_its_own(spared, folder):

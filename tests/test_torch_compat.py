@@ -7,6 +7,7 @@ from torch.nn import Parameter
 
 from offload import _core
 from offload.torch_compat import tensors
+from offload.torch_compat.autograd import keeps_graph
 from offload.torch_compat.modules import state_tensors
 from offload.torch_compat.streams import raw_current_stream
 
@@ -18,6 +19,20 @@ def test_attributes_of_a_tensor_are_descriptors(name):
     descriptor = getattr(torch.Tensor, name)
     assert descriptor.__get__(torch.zeros(6), torch.Tensor) == READ[name]
     assert descriptor.__get__(Parameter(torch.zeros(6)), Parameter) == READ[name]
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_backward_tells_whether_it_keeps_its_graph(kept):
+    found = []
+    x = torch.ones(2, requires_grad=True)
+    x.register_hook(lambda _: found.append(keeps_graph()))
+    x.exp().sum().backward(retain_graph=kept)
+    assert found == [kept]
+
+
+def test_where_torch_does_not_tell_a_graph_may_be_kept(monkeypatch):
+    monkeypatch.setattr("offload.torch_compat.autograd._keeps_graph", None)
+    assert keeps_graph()
 
 
 def test_a_storage_has_one_identity_and_tells_its_bytes():

@@ -35,7 +35,7 @@ from offload.profiling.profiler import Profiler
 from offload.runtime.activations import MeteredExecutor
 from offload.runtime.counters import Counts, StepRecord
 from offload.runtime.engine import Engine
-from offload.runtime.executor import ScheduleExecutor, StepObserver, Stopwatch, SwapOnDemand
+from offload.runtime.executor import ScheduleExecutor, StepObserver, SwapOnDemand
 from offload.runtime.schedule import Schedule, StepOrder
 from offload.runtime.weak import weak_callback
 
@@ -68,7 +68,7 @@ class PlanController:
     plan_state
         Called for each plan. With ``optimizer_state="auto"`` it chooses which optimizer state leaves memory. If no
         plan keeps the limit, it adds to the error how much memory optimizer state takes, and how much can be freed.
-        `plan_state` is None without a memory limit.
+        `plan_state` is None if no optimizer state can move.
     """
 
     def __init__(
@@ -157,7 +157,7 @@ class PlanController:
             return self._trials.begin_due(state, planned, model) or self._follow(signature, state, planned)
 
     def needs_hooks(self, signature: object) -> bool:
-        """Return False if the plan moves nothing, enough steps have been measured, and there is no `memory_limit`.
+        """Return False if steps need no hooks and enough of them have been measured.
 
         Even then one step in `recheck_steps` needs hooks. With a limit every step needs them: a step that differs from
         the recorded one is then noticed at once.
@@ -191,6 +191,7 @@ class PlanController:
             return SwapOnDemand()
         state.enter(Phase.PROFILING)
         self._counts.profiled_steps += 1
+        self._promise.end_overlap()
         state.profiler = Profiler(self._engine, model, held)
         return state.profiler
 
@@ -226,9 +227,8 @@ class PlanController:
         elif self._promise.is_open(planned):
             state.enter(Phase.MEASURING)
         elif planned.is_measured or not self._measures(state, planned):
-            without_hooks = not (planned.plan.swaps or planned.plan.recomputes) and limit_bytes is None
             self._promise.release_pinned()
-            state.enter(Phase.UNHOOKED if without_hooks else Phase.STEADY)
+            state.enter(Phase.STEADY if self._promise.needs_hooks(planned) else Phase.UNHOOKED)
 
     def _follow(self, signature: object, state: SignatureState, planned: PlannedStep) -> StepObserver:
         planned.steps += 1
@@ -238,14 +238,14 @@ class PlanController:
         about = self._about(signature, self._promise.reference_schedule(planned) if is_reference else planned.schedule)
         if not is_reference and (planned.is_behind or not self._measures(state, planned)):
             self._counts.unmeasured_steps += 1
-            return self.running.follows(ScheduleExecutor(*about), planned.plan)
+            executor = ScheduleExecutor(*about)
+            if state.phase is Phase.STEADY:  # else hooks may be removed, and nobody would make the calls at nodes
+                self._promise.let_overlap(planned, executor)
+            return self.running.follows(executor, planned.plan)
         assert planned.weights is not None
-        stopwatch = Stopwatch(self._engine)
-        if is_reference and about[0].is_serial:
-            self._promise.defer_copy_outs(stopwatch)
-        executor = MeteredExecutor(*about, stopwatch, planned.weights)
-        planned.remember(executor)
-        return executor if is_reference else self.running.follows(executor, planned.plan)
+        metered = MeteredExecutor(*about, self._promise.start_stopwatch(about[0]), planned.weights)
+        planned.remember(metered)
+        return self.running.follows(metered, about[0].plan, keeps_all=is_reference and not about[0].is_serial)
 
     def _about(
         self, signature: object, schedule: Schedule | None

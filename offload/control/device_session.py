@@ -31,6 +31,7 @@ from offload.plan import Link
 from offload.profiling.model_state import HeldMemory, ModelState
 from offload.runtime.counters import Counts
 from offload.runtime.engine import Engine
+from offload.runtime.executor import StepObserver
 from offload.runtime.hooks import innermost_step_hooks
 from offload.runtime.schedule import StepOrder
 from offload.torch_compat import late_writes
@@ -90,6 +91,7 @@ class DeviceSession:
         self.held: HeldMemory | None = None
         self.state = ModelState(model)
         self._explain = explain
+        self._states = states
         self._pid = os.getpid()
         self._model = weakref.ref(model)
         self._local = threading.local()
@@ -102,10 +104,11 @@ class DeviceSession:
             self.held = HeldMemory(self.state, engine)
             regions = CompiledRegions(options, engine, limits, partial(_is_in_step, weakref.ref(self)))
             look, plan_state = self.held.look, None
-            if states is not None and options.memory_limit is not None:
+            if states is not None:
                 latest = partial(_latest, weakref.ref(self))
                 plan_state = StatePlanner(states, options, limits, self.counts, latest, self.held)
-                self.held.on_found(states.found)
+                if options.memory_limit is not None:
+                    self.held.on_found(states.found)
             about = (options, engine, self.counts, on_recorded, link, look, make_trial, regions, on_profile, limits)
             self.controller = PlanController(*about, plan_state)
             self.held.on_optimizer_step(self.controller.end_profiles)
@@ -119,6 +122,21 @@ class DeviceSession:
             return self.controller.latest()
         self.controller.read_measurements()
         return None
+
+    def observer(self, signature: object, model: nn.Module) -> StepObserver:
+        """Begin a step: return its observer, and let optimizer state be in memory as the step's plan allows."""
+        if self._states is None:
+            return self.controller.observer(signature, model)
+        self._states.in_passes.prepare()  # before the controller measures the memory in use
+        observer = self.controller.observer(signature, model)
+        self._states.in_passes.begin()
+        return observer
+
+    def rest(self) -> None:
+        """Free memory before a forward pass that is not trained, such as an evaluation."""
+        self.engine.collect()
+        if self._states is not None:
+            self._states.in_passes.end()
 
     def close(self, *, trim: bool) -> None:
         """Stop profiling, and wait for copies in flight. Existing graphs can still run backward.

@@ -252,7 +252,7 @@ class EnabledModel:
         run_pending_callbacks()
         if not self.applies():
             self.on_device.controller.end_finished_profiles()
-            self.on_device.engine.collect()  # frees the memory of freed graphs, for the evaluation
+            self.on_device.rest()
             return nullcontext()
         if self.is_removed():
             return nullcontext()
@@ -295,7 +295,7 @@ class EnabledModel:
         assert model is not None  # its forward is running
         here.state.expire()
         signature = self._signature(args, kwargs)
-        observer = here.controller.observer(signature, model)
+        observer = here.observer(signature, model)
         prefetches = isinstance(observer, ScheduleExecutor) and not observer.schedule.is_serial
         here.counts.attribute_misses(here.engine.misses, prefetches)
         current.attach(observer)

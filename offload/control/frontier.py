@@ -2,13 +2,14 @@
 
 `Frontier` stores how long computation takes while no copy runs, and which plans kept the promise.
 
-In a *reference step*, computation stops while a copy runs, so that no copy slows it (`plan/serial.py`); or every tensor
-is kept, if the plan saves little (`SlowdownPromise.reference_schedule`). The durations of its nodes (parts of the step,
-`runtime/schedule.py`) show how long the step takes without swapping, on this machine and at this time. `judge`
-subtracts this duration, and the recomputation, waits and hooks that the plan predicts, from the measured duration of
-the plan's steps. The remainder is taken as the time by which the computation was slowed: by copies and, if the plan
-recomputes, by the recording of operators. `estimate.py` fits costs per byte to the remainders of all plans tried so
-far. The next plan uses these costs, and the slowdowns of the tried plans are estimated with them.
+In a *reference step*, computation stops while a copy runs, so that no copy slows it (`plan/serial.py`; on an
+accelerator copy-outs, which hardly slow it, run meanwhile); or every tensor is kept
+(`SlowdownPromise.reference_schedule` says when). The durations of its nodes (parts of the step, `runtime/schedule.py`)
+show how long the step takes without swapping, on this machine and at this time. `judge` subtracts this duration, and
+the recomputation, waits and hooks that the plan predicts, from the measured duration of the plan's steps. The remainder
+is taken as the time by which the computation was slowed: by copies and, if the plan recomputes, by the recording of the
+operators that backward runs again. `estimate.py` fits costs per byte to the remainders of all plans tried so far. The
+next plan uses these costs, and the slowdowns of the tried plans are estimated with them.
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ from statistics import median
 from offload.control.estimate import estimated
 from offload.control.limits import Limits
 from offload.control.step_cost import StepCost
-from offload.control.tried_plan import TriedPlan
-from offload.plan import Link, Plan, recomputed, simulate
+from offload.control.tried_plan import TriedPlan, assumed_seconds
+from offload.control.watch import Watch
+from offload.plan import Link, Plan
 from offload.runtime.executor import Measured
 
 __all__ = ["Frontier"]
@@ -61,10 +63,9 @@ class Frontier:
     searched
         Number of steps that were measured to judge plans in this search, reference steps included.
     is_settled
-        Whether the search has ended. Then measured steps cause a new plan only if `is_broken`.
-    looks
-        For each of the last reference steps since the end of the search: slowdown of the plan's latest measured steps
-        relative to this reference step. Empty during the search.
+        Whether the search has ended. Then measured steps cause a new plan only if `watch.is_broken`.
+    watch
+        Comparisons with reference steps since the end of the search.
     """
 
     limits: Limits
@@ -78,10 +79,10 @@ class Frontier:
     recompute_byte_seconds: float = 0.0
     searched: int = 0
     is_settled: bool = False
-    looks: deque[float] = field(init=False)
+    watch: Watch = field(init=False)
 
     def __post_init__(self) -> None:
-        self.looks = deque(maxlen=self.limits.measurements_before_judging)
+        self.watch = Watch(self.limits)
         self.references = deque(maxlen=self.limits.judged_steps)
 
     @property
@@ -130,26 +131,32 @@ class Frontier:
         self.references.append(cost)
         if self.is_settled and steps:
             last = [self._step(each) for each in steps][-self.limits.measurements :]
-            self.looks.append(median(last) / self._computed(cost) - 1)
+            self.watch.looks.append(median(last) / self._computed(cost) - 1)
 
-    def is_broken(self, max_slowdown: float) -> bool:
-        """Return whether the plan that the search ended with was too slow, compared with each of the last references.
+    def compare_with_search(self, plan: Plan | None, steps: Sequence[StepCost]) -> bool:
+        """After the search, compare the last `steps` of the plan with the reference steps of the search.
 
-        Too slow means: by more than (2 − `Limits.aim`) × `max_slowdown`. The search aims at `aim` × `max_slowdown`, so
-        this leaves the same margin for noise above `max_slowdown` as the search leaves below it.
+        Only on an accelerator, and only if the plan was judged with reference steps that kept every tensor. Returns
+        whether both hold. Then a new reference step cannot be used: it waits for copies, and a device that has paused
+        computes faster for a while.
         """
-        looks = self.looks
-        allowed = (2 - self.limits.aim) * max_slowdown
-        return len(looks) == looks.maxlen and all(slowdown > allowed for slowdown in looks)
+        judged = self.judged(plan)
+        if judged is None or not judged.keeps_all:
+            return False
+        if steps:
+            last = [self._step(each) for each in steps][-self.limits.measurements :]
+            self.watch.looks.append(median(last) / judged.compute_seconds - 1)
+        return True
 
     def start_again(self, plan: Plan, link: Link) -> Link:
         """Search anew, as `search_again` does, and forget how long nodes take without swapping.
 
-        The median of `looks` shows how slow the steps of `plan` were. The cost of a byte that explains it is computed.
-        Returns `link` with this cost, if `plan` copies, and sets `recompute_byte_seconds` to it, if `plan` recomputes.
-        So the new search does not end with the same plan.
+        The median of the last comparisons (`watch`) is taken as the slowdown of `plan`. What its predictions do not
+        explain is divided by all bytes that it copies or recomputes: the cost of one byte. Returns `link` with this
+        cost, if `plan` copies, and sets `recompute_byte_seconds` to it, if `plan` recomputes. With this cost, `plan` is
+        predicted to be slower than `max_slowdown` allows, so the new search begins with a plan that moves less.
         """
-        judged, slowdown = self.judged(plan), median(self.looks)
+        judged, slowdown = self.judged(plan), median(self.watch.looks)
         self.search_again()
         self.reference_node_seconds = None
         moved = judged.copied_bytes + judged.recomputed_bytes if judged is not None else 0
@@ -171,15 +178,15 @@ class Frontier:
         self.is_settled = False
         self.expected_byte_seconds = None
         self.tried.clear()
-        self.looks.clear()
+        self.watch = Watch(self.limits)
         self.searched = 0
 
     def is_due(self, plan_steps: int) -> bool:
         """Return whether the step that begins is to be a reference step.
 
         Reference steps alternate with steps of the plan, so that other programs slow both kinds alike. The first step
-        of a new plan is not a reference step: planning has already delayed it. No more are due once `judged_steps`
-        reference steps of the plan have been measured.
+        of a new plan is not a reference step: planning already delays this step, and the waits of a reference step
+        would delay it further. No more are due once `judged_steps` reference steps of the plan have been measured.
 
         Parameters
         ----------
@@ -195,11 +202,11 @@ class Frontier:
     def wanted_peak(self, max_slowdown: float) -> int:
         """Return the bytes that the next plan is to need at its peak. Must be called after the first plan was judged.
 
-        `_likely_saved` estimates how much a plan with a slowdown of `aim` × `max_slowdown` saves. A measurement may be
-        far off, so the estimate is bounded. If one plan kept `max_slowdown` and another, which saves more bytes, did
-        not, the next plan saves a number of bytes between the two, at least a quarter of the difference away from
-        either. Without such a pair, it saves 0.15 to 0.75 times what the last plan saved if that was too slow, and 1.2
-        to 2 times if not.
+        `_likely_saved` estimates the bytes saved by a plan that uses most of `max_slowdown`. A measurement may be far
+        off, so the estimate is bounded. If one plan kept `max_slowdown` and another, which saves more bytes, did not,
+        the next plan saves a number of bytes between the two, at least a quarter of the difference away from either.
+        Without such a pair, it saves 0.15 to 0.75 times what the last plan saved if that was too slow, and 1.2 to 2
+        times if not.
         """
         last = self.tried[-1]
         kept, broken = self._kept_beside_broken(max_slowdown)
@@ -224,14 +231,22 @@ class Frontier:
         broken = [each for each in self.tried if each.slowdown_max > max_slowdown and each.saved_bytes > least]
         return most, min(broken, key=lambda each: each.saved_bytes, default=None)
 
+    def _aim(self, max_slowdown: float) -> float:
+        """Return the slowdown at which the next plan aims: `max_slowdown` minus the last plan's margin of error.
+
+        It is at least `aim_min` and at most `aim_max` times `max_slowdown`.
+        """
+        low, high = self.limits.aim_min * max_slowdown, self.limits.aim_max * max_slowdown
+        return min(max(max_slowdown - self.tried[-1].error, low), high)
+
     def _likely_saved(self, max_slowdown: float) -> float:
-        """Estimate how many bytes a plan with a slowdown of `aim` × `max_slowdown` saves.
+        """Estimate the bytes saved by a plan with the slowdown `_aim`.
 
         If there are two plans as `_kept_beside_broken` describes, the slowdown between them is assumed to be linear in
-        the bytes saved. Otherwise it is assumed to be proportional to the bytes that the last plan saves. If the last
+        the bytes saved. Otherwise it is assumed to be proportional to the bytes saved, as in the last plan. If the last
         plan was not slower at all, the estimate is the whole unswapped peak.
         """
-        aim = self.limits.aim * max_slowdown
+        aim = self._aim(max_slowdown)
         kept, broken = self._kept_beside_broken(max_slowdown)
         if kept is not None and broken is not None:
             share = (aim - kept.slowdown_max) / (broken.slowdown_max - kept.slowdown_max)
@@ -239,7 +254,9 @@ class Frontier:
         last = self.tried[-1]
         return last.saved_bytes * aim / last.slowdown_max if last.slowdown_max > 0 else last.plan.unswapped_peak_bytes
 
-    def judge(self, plan: Plan, steps: Sequence[StepCost], max_slowdown: float) -> float | None:
+    def judge(
+        self, plan: Plan, steps: Sequence[StepCost], max_slowdown: float, *, keeps_all: bool = False
+    ) -> float | None:
         """Estimate the slowdown of a plan, store it in `tried`, and return it. None if more measured steps are needed.
 
         If it returns a slowdown, it also sets `reference_node_seconds`, and estimates the costs of bytes and the
@@ -256,6 +273,8 @@ class Frontier:
             by at least its margin of error. The measured slowdown is above the promise if the estimated one is, and
             below it otherwise. And it is not below zero by more than its standard error. With `judged_steps` steps of
             the plan and as many reference steps, the plan is judged in any case.
+        keeps_all
+            Whether the device is an accelerator, and the reference steps keep every tensor.
         """
         count = min(len(steps), len(self.references))
         if count < self.limits.measurements_before_judging:
@@ -263,12 +282,13 @@ class Frontier:
         compute = sum(self._median_nodes(self.references))
         taken = sum(self._median_nodes(steps)) + median(self._step(cost) - self._computed(cost) for cost in steps)
         explained = plan.step_seconds - plan.compute_seconds + len(plan.swaps) * plan.link.swap_seconds
-        explained -= _assumed_seconds(plan, self.recompute_byte_seconds)
+        explained -= assumed_seconds(plan, self.recompute_byte_seconds)
         deviation = self._deviation(steps)
         others = [each for each in self.tried if each.plan is not plan]
         error = self._error(deviation, count, [each.deviation for each in others])
         rest = taken - compute - explained
-        own = TriedPlan(plan, taken / compute - 1, error, deviation, len(self.references), compute, rest)
+        measured, pairs = taken / compute - 1, len(self.references)
+        own = TriedPlan(plan, measured, error, deviation, pairs, compute, rest, keeps_all=keeps_all)
         expected = self.expected_byte_seconds
         expected = plan.link.byte_seconds if expected is None else expected
         found = estimated([*others, own], expected, self.limits)
@@ -290,31 +310,31 @@ class Frontier:
     def _deviation(self, steps: Sequence[StepCost]) -> float:
         """Return the standard deviation of the ratios of measured steps to the reference steps beside them.
 
-        It is computed from the median deviation, so a single slow step hardly changes it.
+        It is computed from the median absolute deviation, so a single slow step hardly changes it.
         """
         count = min(len(steps), len(self.references))
         pairs = zip([*steps][-count:], [*self.references][-count:], strict=True)
         ratios = [self._step(cost) / self._computed(each) for cost, each in pairs if self._computed(each) > 0]
         if len(ratios) < 2:
             return 0.0
-        # For a normal distribution, the standard deviation is 1.4826 × the median deviation.
+        # For a normal distribution, the standard deviation is 1.4826 × the median absolute deviation.
         return 1.4826 * median(abs(ratio - median(ratios)) for ratio in ratios)
 
     def _error(self, deviation: float, pairs: int, others: Sequence[float]) -> float:
         """Return the standard error of a slowdown that was measured from `pairs` steps and reference steps.
 
-        The deviation of a few ratios is uncertain. So at least half of the median deviation of all plans is assumed.
+        The deviation of a few ratios is uncertain. So at least half of the median of all plans' deviations is assumed.
         """
         least = max(self.limits.deviation_min, median([deviation, *others]) / 2)
-        # The standard error of a median is 1.2533 × that of a mean. The factor `1 + 1 / (pairs - 1)` makes up for
-        # deviations of few values, which are too small on average (it is close to Student's t).
+        # The standard error of a median is 1.2533 × that of a mean. A deviation of few values is too small on average:
+        # the factor `1 + 1 / (pairs - 1)` corrects this, much as Student's t does.
         return 1.2533 * max(deviation, least) * (1 + 1 / max(1, pairs - 1)) / sqrt(pairs)
 
     def may_keep(self, max_slowdown: float, saved_bytes: int) -> bool:
         """Return whether a plan that saves `saved_bytes` may keep the promise, judged by the last plan.
 
-        This is so if the last plan kept it. It is also so if a slowdown that is proportional to the bytes saved, as in
-        the last plan, would be at most `max_slowdown`.
+        It may if the last plan kept it; or if the last plan's slowdown, scaled by the bytes saved, is at most
+        `max_slowdown`.
         """
         last = self.tried[-1]
         return last.slowdown_max <= max_slowdown or saved_bytes * last.slowdown_max <= max_slowdown * last.saved_bytes
@@ -325,10 +345,10 @@ class Frontier:
         If the last plan was too slow, another one is tried, unless a plan that kept `max_slowdown` needs at most
         `peak_step` more memory than the last one.
 
-        If the last plan kept `max_slowdown`, it is estimated how much a plan saves whose slowdown is `aim` ×
-        `max_slowdown` (`_likely_saved`). Such a plan is tried if it needs over `peak_step` less memory than the last
-        plan, or if it saves enough to be worth the time of its hooks and the last plan does not. It is not tried if
-        some plan was too slow although it saved hardly more than the last plan (its peak is at most `peak_step` lower).
+        If the last plan kept `max_slowdown`, `_likely_saved` estimates the bytes saved by a plan that uses most of it.
+        Such a plan is tried if it needs over `peak_step` less memory than the last plan, or if it saves enough to be
+        worth the time of its hooks and the last plan does not. It is not tried if some plan was too slow although it
+        saved hardly more than the last plan (its peak is at most `peak_step` lower).
 
         Parameters
         ----------
@@ -349,7 +369,8 @@ class Frontier:
         if not self.limits.is_worth_hooks(last.plan.peak_bytes, unswapped_bytes):
             gains = gains or self.limits.is_worth_hooks(likely_bytes, unswapped_bytes)
         broken = [each.plan.peak_bytes for each in self.tried if each.slowdown_max > max_slowdown]
-        is_next_to_broken = broken and last.plan.peak_bytes <= (1 + self.limits.peak_step) * max(broken)
+        nearest = max((peak for peak in broken if peak < last.plan.peak_bytes), default=0)
+        is_next_to_broken = last.plan.peak_bytes <= (1 + self.limits.peak_step) * nearest
         if gains and not is_next_to_broken:
             return f"steps were only {last.in_words} slower than without swapping"
         return None
@@ -370,22 +391,3 @@ class Frontier:
         """Return the plan of least memory among those that kept the promise; None if none did."""
         kept = [each for each in self.tried if each.slowdown_max <= max_slowdown]
         return min(kept, key=lambda each: each.plan.peak_bytes).plan if kept else None
-
-
-def _assumed_seconds(plan: Plan, byte_seconds: float) -> float:
-    """Return by how much a plan's step is longer because each recomputed byte is assumed to take `byte_seconds`.
-
-    The result is less than `byte_seconds` × bytes if part of this time passes while the step would wait anyway.
-    """
-    dropped = {row.id for row in plan.recomputes}
-    if not dropped or not byte_seconds:
-        return 0.0
-    tensors = []
-    for tensor in plan.trace.tensors:
-        recipe = tensor.recompute
-        if tensor.id in dropped and recipe is not None:
-            recipe = replace(recipe, seconds=max(0.0, recipe.seconds - byte_seconds * tensor.bytes))
-        tensors.append(replace(tensor, recompute=recipe))
-    lighter = replace(plan.trace, tensors=tuple(tensors))
-    slow, fast = (simulate(recomputed(each, dropped), plan.swaps, plan.link) for each in (plan.trace, lighter))
-    return slow.step_seconds - fast.step_seconds

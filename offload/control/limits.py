@@ -17,47 +17,65 @@ class Limits:
     Attributes
     ----------
     signatures
-        Number of signatures whose plans are kept. If there are more, the one unused for longest is discarded.
+        Number of signatures (the shapes and kinds of a step's inputs) whose plans are kept. If there are more, the one
+        unused for longest is discarded.
     borrow_from
-        Once this many signatures have a profile, steps of a new signature may follow the plan of a larger one.
+        Once this many signatures have a profile, steps of a new signature may follow the plan of one with
+        larger inputs.
     pending_steps
-        Number of steps to be profiled that may begin after a profiled step and before its backward. If more begin, its
-        profile is given up.
+        While a profiled step waits for its backward, this many further steps that need a profile may begin. If more
+        begin, the profile of the step that waits is given up.
     deviations
-        Number of deviations from the recorded step after which a signature runs without a plan.
+        Number of steps of a signature that may differ from the recorded step in the tensors that they save, or in their
+        order. After so many, the signature runs without a plan.
     region_trials
-        Number of trial steps of compiled submodules: a trial that deviates from the recorded step is repeated.
+        Largest number of trial steps (see `noise`) that test whether compiled submodules can be recomputed. One that
+        differs from the recorded step is repeated; repetitions count.
     incomplete_profiles
         Number of profiles in a row that may lack the step's temporaries, because another profiler was running. The last
         of them is used.
     replans
-        Number of new plans that measured steps may cause for a signature.
-    recheck_steps
-        If a plan neither swaps nor recomputes, one step in this many runs with hooks and is compared with the recorded
-        step.
+        Number of new plans that measured steps may cause in one search.
+    recheck_steps, recheck_steps_max
+        If a plan neither swaps nor recomputes, one step in `recheck_steps` runs with hooks and is compared with the
+        recorded step. With `max_slowdown`, a plan is compared with reference steps (steps without slowed computation,
+        `frontier.py`) again after the search, in each step whose number is a multiple of `recheck_steps`. While the
+        plan keeps `max_slowdown`, this interval doubles at each comparison but the first, up to `recheck_steps_max`
+        (`Watch`).
     measurements, measurements_before_judging
         Number of measured steps that are kept, and number that is needed before they are compared with the plan. One
         step would not be enough: other programs may have slowed it.
     judged_steps, standard_errors
         The slowdown of a plan has a margin of error: `standard_errors` times its standard error. With `max_slowdown`,
         the steps of a plan and its reference steps are measured until slowdown and `max_slowdown` differ by more than
-        the margin, at most `judged_steps` of each. A plan keeps `max_slowdown` if its slowdown plus the margin does,
-        and if it was not clearly measured to be slower (`TriedPlan.slowdown_max`).
+        the margin, at most `judged_steps` of each. The measured slowdown comes from the plan's own
+        steps; the estimated one also uses those of other plans (`estimate.py`). A plan keeps `max_slowdown` if two
+        bounds are at most `max_slowdown`: the estimated slowdown plus its margin, and the measured one minus its
+        standard error (`TriedPlan.slowdown_max`).
     cost_spread, cost_spread_more, fixed_spread, plan_spread, predicted_spread
-        Standard deviations that are assumed before plans are measured (`estimate.py`): of the cost of a copied byte,
-        relative to this cost; the same as a share of the step if all tensors are copied, added to the former, and also
-        that of the cost of a recomputed byte; of the fixed cost; of a plan's own deviation; and of this, relative to
-        the slowdown that the plan predicts.
+        Standard deviations that `estimate.py` assumes before plans are measured.
+
+        * `cost_spread`: of the cost of a copied byte, relative to this cost.
+        * `cost_spread_more`: of the cost of copying all tensors once, relative to the step's duration. Divided by the
+          bytes of all tensors, it is added to the deviation that `cost_spread` gives for one byte. The cost of a
+          recomputed byte has this part only.
+        * `fixed_spread`: of a cost that is the same for every plan, relative to the step's duration.
+        * `plan_spread`: of the part of a plan's slowdown that these costs do not explain.
+        * `predicted_spread`: of the same part, relative to the slowdown that the plan predicts. The squares of both are
+          added.
     deviation_min
-        Least standard deviation that is assumed of the ratio of two steps.
+        Least standard deviation that is assumed of the ratio of a step to the reference step beside it.
     searched
         The search for a plan ends once at least this many steps, reference steps included, have been measured to judge
-        plans. Three of each kind are the least for a plan: then the first plan and `replans` others can be judged.
+        plans. A plan takes at least six, three of each kind. After five such plans that is 30, so a sixth can be
+        judged: the first plan and `replans` others.
     steady_measured_every, device_measured_every
-        One step in this many is measured once the plan agrees with the measurements: on the CPU; and on an accelerator,
-        where a measured step records an event for each node and two for each hook that swaps.
+        Once the plan agrees with the measurements, one step in `steady_measured_every` is measured on the CPU, and one
+        in `device_measured_every` on an accelerator: there, measuring a step records an event for each node and two for
+        each hook that swaps.
     manual_measured_steps
-        Number of steps that are measured in the manual mode; after them one in `recheck_steps` is measured.
+        Number of steps that are measured in the manual mode (`n_tensors`); after them one in `recheck_steps` is
+        measured.
     tolerance
         Relative error of a prediction above which a new plan is made.
     faster_link
@@ -74,32 +92,46 @@ class Limits:
         Relative difference between elapsed time and the thread's CPU time above which other programs share the
         processor.
     uneven, repeats
-        Other programs were busy during most of a plan's measured steps, but not all, if their median is more than
-        `uneven` times the shortest. The plan is then measured again, at most `repeats` times.
-    aim
-        Fraction of `max_slowdown` at which plans after the first aim, so that noise does not break the promise.
+        If the median of a plan's measured steps, or of its reference steps, is more than `uneven` times the shortest of
+        them, other programs have slowed most of them, but not all. The plan is then measured again, at most `repeats`
+        times.
+    aim_min, aim_max
+        Plans after the first aim at `max_slowdown` minus the last plan's margin of error, so that noise does not break
+        the promise; but at least at `aim_min` and at most at `aim_max` times `max_slowdown`.
     peak_step
         The search ends if a plan that kept `max_slowdown` needs at most this much more memory (relative) than one that
-        did not, or if a plan with a slowdown of `aim` × `max_slowdown` would probably need at most this much less.
+        did not, or if a plan that uses most of `max_slowdown` would probably need at most this much less than the last
+        one.
     noise
-        Relative gain in time or memory that is not worth a trial step or recomputation.
-    search_share, search_seconds, search_effort_min
-        With `max_slowdown`, the share of a step that a search for a plan inside it may take; the seconds that a search
-        takes with the full effort, for up to 1,000 tensors; and the least effort, with which plans are still good. A
-        plan may need two searches, with and without recomputation; the second one is shorter.
+        Relative gain in time or memory that is worth neither recomputation nor a trial step. (A trial step tests which
+        tensors can be recomputed, and how long that takes.)
+    search_share, device_search_share, search_seconds, search_effort_min
+        With `max_slowdown`, the planner runs while training waits. `search_share`, on an accelerator
+        `device_search_share`: how long it may take, relative to a step. `search_seconds`: how long it takes with the
+        full effort, for up to 1,000 tensors. `search_effort_min`: the least effort, with which plans are still good.
+        The planner may run a second time for a plan, without recomputation; this run is shorter, and the shares do not
+        include it. On the CPU, free memory is returned to the system after a run, so the next step allocates its memory
+        again; the shares do not include this time either.
     worth_hooks, worth_bytes, worth_tensors
         If the plan that the search ends with lowers the peak by less than `worth_hooks` (relative) or by less than
-        `worth_bytes` (`worth_tensors` times `min_tensor_bytes` if that is less), nothing is swapped instead: without
-        hooks a step is as fast as plain torch's, and with them 1 to 3 % slower; and offload itself takes some MiB. If
-        no plan can lower it by so much, there is no search.
+        `worth_bytes` (`worth_tensors` times `min_tensor_bytes` if that is less), nothing is swapped instead, if this
+        stays within `memory_limit`: without hooks a step is as fast as plain torch's, and with them 1 to 3 % slower;
+        and offload itself takes some MiB. Without `memory_limit`, there is no search if no plan can lower the peak by
+        so much.
+    hooks_share
+        If a plan moves nothing, hooks stay only if copies of optimizer state that overlap with forward and backward
+        make a cycle (an update with its passes) shorter by more than this share: about what hooks cost.
     min_tensor_bytes
         The caller's `min_tensor_bytes`.
     pinned_share, spare_pinned_bytes
         Once a plan agrees with the measurements, pinned host memory is returned if the store holds over
         `spare_pinned_bytes` more than `pinned_share` times the most that its steps have needed.
-    kept_share, kept_room
-        Reference steps keep every tensor if the plan lowers the peak by at most `kept_share` (relative), and if
-        `kept_room` times the difference is free for each process of the job on this machine.
+    kept_share, kept_room, device_kept_room
+        Without `memory_limit`, reference steps keep every tensor if there is room. The *difference* is that of the peak
+        without swapping and the plan's peak. On the CPU: if the difference is at most `kept_share` of the former, and
+        `kept_room` times the difference is free for each process of the job on this machine. On an accelerator: if the
+        free memory is at least the sum of what the step needs without swapping, `device_kept_room` − 1 times the
+        difference, and `device_kept_room` times the difference for each further process that may use the device.
     """
 
     signatures: int = 64
@@ -110,6 +142,7 @@ class Limits:
     incomplete_profiles: int = 3
     replans: int = 5
     recheck_steps: int = 64
+    recheck_steps_max: int = 1024
     measurements: int = 5
     measurements_before_judging: int = 3
     judged_steps: int = 8
@@ -132,12 +165,15 @@ class Limits:
     sharing: float = 0.1
     uneven: float = 1.4
     repeats: int = 3
-    aim: float = 0.8
-    peak_step: float = 0.1
+    aim_min: float = 0.8
+    aim_max: float = 0.95
+    peak_step: float = 0.05
     noise: float = 0.01
     search_share: float = 0.3
-    search_seconds: float = 1.0
-    search_effort_min: float = 0.02
+    device_search_share: float = 0.7
+    search_seconds: float = 0.5
+    search_effort_min: float = 0.05
+    hooks_share: float = 0.03
     worth_hooks: float = 0.05
     worth_bytes: int = 16 << 20
     worth_tensors: int = 16
@@ -146,6 +182,7 @@ class Limits:
     spare_pinned_bytes: int = 1 << 30
     kept_share: float = 0.15
     kept_room: float = 8.0
+    device_kept_room: float = 1.5
 
     def is_worth_hooks(self, peak_bytes: int, unswapped_peak_bytes: int) -> bool:
         """Return whether a plan with this peak saves enough memory."""
@@ -161,10 +198,11 @@ class Limits:
         least = max(self.worth_hooks * unswapped_peak_bytes, self.worth_bytes_min)
         return unswapped_peak_bytes - least
 
-    def search_effort(self, step_seconds: float, tensors: int) -> float:
+    def search_effort(self, step_seconds: float, tensors: int, *, on_cpu: bool) -> float:
         """Return the effort of a search inside a step: at most 1, which is the usual search."""
+        share = self.search_share if on_cpu else self.device_search_share
         usual_seconds = self.search_seconds * max(1.0, tensors / 1000)
-        return max(self.search_effort_min, min(1.0, self.search_share * step_seconds / usual_seconds))
+        return max(self.search_effort_min, min(1.0, share * step_seconds / usual_seconds))
 
 
 LIMITS = Limits()

@@ -3,7 +3,7 @@
 A signature is the shapes and kinds of a step's inputs (`signature.py`). The controller changes its phase, always by
 `SignatureState.enter`.
 
-    PROFILING ──▶ PLANNING ──▶ MEASURING ──▶ STEADY, or UNHOOKED if the plan moves nothing and there is no memory limit
+    PROFILING ──▶ PLANNING ──▶ MEASURING ──▶ STEADY, or UNHOOKED if steps need no hooks (`SlowdownPromise.needs_hooks`)
         ▲          ▲  │  ▲         │            │
         │      TRIAL ◀┘  └─────────┴────────────┘   if measured steps differ from the plan, or more memory is in use
         └── from any phase, if a step differs from the recorded one; to ON_DEMAND, if this happens too often
@@ -37,7 +37,7 @@ class Phase(enum.Enum):
     TRIAL = "trial"  # one step tests all recipes; steps that begin before it has ended follow the plan
     MEASURING = "measuring"  # the first steps of a plan are measured
     STEADY = "steady"  # measurements agree with the plan, or the limit on new plans is reached
-    UNHOOKED = "unhooked"  # the plan neither swaps nor recomputes: only one step in `recheck_steps` has hooks
+    UNHOOKED = "unhooked"  # nothing is copied or recomputed in a step: only one step in `recheck_steps` has hooks
     ON_DEMAND = "on demand"  # steps differed too often: no plan; every tensor is swapped, and loaded on demand
 
 

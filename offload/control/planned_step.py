@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
+from typing import NamedTuple
 
 from offload.control.frontier import Frontier
 from offload.control.limits import Limits
 from offload.control.step_cost import StepCost
 from offload.control.trial import Recipes, TrialObserver, recipes_of
-from offload.plan import InfeasibleLimitError, Link, Plan, Swap, make_plan, resident_bytes
+from offload.plan import InfeasibleLimitError, Link, Plan, StateOverlap, make_plan
+from offload.plan.late import with_earlier_prefetches
 from offload.plan.trace import Trace
 from offload.profiling.model_state import HeldBytes
 from offload.profiling.profiler import Profile
@@ -25,10 +27,18 @@ from offload.runtime.executor import Measured
 from offload.runtime.schedule import Schedule, planned_schedule, serial_schedule
 from offload.units import format_seconds
 
-__all__ = ["PlannedStep", "most"]
+__all__ = ["KnownOverlap", "PlannedStep", "most"]
 
 log = logging.getLogger("offload")
 node_log = logging.getLogger("offload.nodes")  # logs predicted and measured start of each node in a measured step
+
+
+class KnownOverlap(NamedTuple):
+    """An overlap, with what it was made for: a plan, and `StateMovers.kinds`."""
+
+    plan: Plan
+    kinds: tuple[object, ...]
+    overlap: StateOverlap | None
 
 
 @dataclass
@@ -48,8 +58,8 @@ class PlannedStep:
     plan, schedule
         The plan and the schedule that the steps follow; None until the first plan is made.
     reference
-        The schedule of the plan's reference steps; None before the first. They keep every tensor, or computation waits
-        while a copy runs (`Schedule.is_serial`).
+        The schedule of the plan's reference steps; None before the first. They keep every tensor; or computation
+        waits while a copy runs, and `Schedule.is_serial` is true.
     signature
         The signature of the step: a `Signature`, or another hashable object in tests.
     incomplete_profiles
@@ -63,13 +73,13 @@ class PlannedStep:
     executors
         Executors of steps whose measurements have not been read yet.
     node_seconds, step_seconds, swap_seconds, recompute_seconds
-        Durations in the last measured steps: of each node, without what copies are assumed to add; of the whole step;
-        of hooks per swapped or dropped tensor; and of recomputation.
+        Durations in the last measured steps: of each node, without what copies are assumed to add; of the step; of
+        hooks per swapped or recomputed tensor; of recomputation.
     recompute_factors
         By tensor id: duration of recomputation in measured steps, divided by its duration in the trial step. Measured
         for all tensors of a plan together, so it is the same for all of them.
     costs
-        The durations of the last measured steps.
+        The plan's last measured steps, to be compared with reference steps.
     starts
         When each node of the last measured step began, in seconds after the first node.
     late
@@ -77,7 +87,8 @@ class PlannedStep:
     late_tensors
         Number of tensors that the last measured step waited for, or needed before their prefetch had begun.
     weights
-        Three predictions of the bytes of activations at each node (`ActivationBytes`).
+        Three numbers of bytes for each node: the activations without swapping, the tensors that the plan keeps, and the
+        activations that the plan predicts to be in memory (`ActivationBytes`).
     activation_bytes
         Peak bytes of activations in each of the last measured steps.
     refusal
@@ -92,6 +103,12 @@ class PlannedStep:
     trial_bytes
         Memory limit of the trial step that an `on_profile` listener has requested, in bytes; None if none is requested
         or it has ended.
+    is_keeping_refused
+        Whether a reference step that keeps every tensor failed, or had not ended when the next was due. Then no later
+        one keeps every tensor.
+    overlap
+        When optimizer state is copied in steps that follow the plan, if not only in the update. None before the first
+        such step.
     """
 
     limits: Limits
@@ -124,6 +141,8 @@ class PlannedStep:
     recipes: Recipes | None = None
     optimizers: int = 0
     trial_bytes: int | None = None
+    is_keeping_refused: bool = False
+    overlap: KnownOverlap | None = None
 
     def __post_init__(self) -> None:
         self.frontier = Frontier(self.limits)
@@ -148,7 +167,7 @@ class PlannedStep:
     def is_behind(self) -> bool:
         """Whether `executors` is full of steps that the host has ended and the device has not.
 
-        Then no further step is measured. False if a step in `executors` has no backward pass: that one can be dropped.
+        Then no further step is measured. False if the backward of one of them has not ended: that one can be dropped.
         """
         return len(self.executors) == self.executors.maxlen and all(map(_has_ended, self.executors))
 
@@ -158,6 +177,10 @@ class PlannedStep:
             abandoned = next((each for each in self.executors if not _has_ended(each)), self.executors[0])
             self.executors.remove(abandoned)
         self.executors.append(executor)
+
+    def has_unfinished(self, schedule: Schedule) -> bool:
+        """Return whether the backward of a step that follows this schedule has not ended on the host."""
+        return any(each.schedule is schedule and not _has_ended(each) for each in self.executors)
 
     def trace(self, away_bytes: int | None = None) -> Trace:
         """Return the profile's trace, updated with the present memory use, measured durations and tested recipes.
@@ -189,7 +212,7 @@ class PlannedStep:
     def follow(self, plan: Plan, limit_bytes: int | None) -> None:
         """Make the next steps follow `plan`. Tensors that were late are prefetched earlier, within `limit_bytes`."""
         if self.late:
-            plan = _with_earlier_prefetches(plan, self.late, plan.peak_bytes if limit_bytes is None else limit_bytes)
+            plan = with_earlier_prefetches(plan, self.late, plan.peak_bytes if limit_bytes is None else limit_bytes)
         if self.recipes is not None:
             plan = replace(plan, refusals=self.recipes.refusals)
         if self.plan is not None:
@@ -211,7 +234,10 @@ class PlannedStep:
         self.replans = 0
 
     def measure_again(self) -> None:
-        """Discard the measurements of the present plan and measure it again: other programs slowed its steps."""
+        """Discard the measurements of the present plan and measure it again.
+
+        Because other programs slowed its steps, or because its reference steps can no longer keep every tensor.
+        """
         self.frontier.repeats += 1
         self.frontier.searched += len(self.costs) + len(self.frontier.references)
         self.reference = None  # whether it may keep every tensor depends on the free memory, which may have changed
@@ -232,7 +258,7 @@ class PlannedStep:
         assert plan is not None
         if self.reference is None or self.reference.is_serial == keeps_all:
             if keeps_all:
-                self.reference = planned_schedule(order, replace(plan, swaps=(), recomputes=()), members)
+                self.reference = planned_schedule(order, make_plan(plan.trace, plan.link, ()), members)
             else:
                 self.reference = serial_schedule(order, plan, members)
         return self.reference
@@ -241,7 +267,7 @@ class PlannedStep:
         """Return whether the plan would exceed the limit with the bytes that are held now."""
         if self.plan is None:
             return False
-        known = self.held  # same comparison as in `most`; creates no object, as this runs in most steps
+        known = self.held  # compares as `most` does, but creates no object: nearly every step calls this
         more = max(0, held.state - known.state) + max(0, held.gradients - known.gradients) + known.away - held.away
         if self.recipes is not None:
             more += self.recipes.held_bytes(row.id for row in self.plan.recomputes)
@@ -290,15 +316,16 @@ class PlannedStep:
             in_hooks = max(0.0, measured.hook_seconds - recompute_seconds)
             self.swap_seconds.append(in_hooks / moved)
         tried = self.recipes.seconds_of(plan) if self.recipes is not None else 0.0
-        if tried and measured.hook_seconds:  # zero on an accelerator
+        if tried and measured.hook_seconds:  # zero on an accelerator: hooks are not timed there
             self.recompute_seconds.append(recompute_seconds)
             factor = median(self.recompute_seconds) / tried
             self.recompute_factors.update(dict.fromkeys((row.id for row in plan.recomputes), factor))
-        # Copies also slow hooks. That part of the slowdown is in the hooks' duration, not in the durations of nodes.
-        waiting = plan.step_seconds - plan.compute_seconds - plan.recompute_seconds
-        in_hooks = max(0.0, measured.stall_seconds - measured.hook_seconds - waiting)
+        # Copies are assumed to add `slowed` seconds. Waits that were not predicted count as a part of these seconds.
+        # The durations of nodes include no waits, so only `slowed` minus these waits is subtracted from them.
+        predicted_waits = plan.step_seconds - plan.compute_seconds - plan.recompute_seconds
+        more_waits = max(0.0, measured.stall_seconds - measured.hook_seconds - predicted_waits)
         slowed = plan.overhead_seconds - len(plan.swaps) * plan.link.swap_seconds
-        self.node_seconds.append(_without_slowing(measured.node_seconds, max(0.0, slowed - in_hooks)))
+        self.node_seconds.append(_without_slowing(measured.node_seconds, max(0.0, slowed - more_waits)))
         self.costs.append(StepCost.of(measured))
         self.step_seconds.append(measured.step_seconds)
         self.starts = measured.starts
@@ -367,27 +394,3 @@ def _without_slowing(seconds: Sequence[float], slowed: float) -> tuple[float, ..
     total = sum(seconds)
     share = 1 - min(slowed / total, 0.5) if total > 0 else 1.0
     return tuple(each * share for each in seconds)
-
-
-def _with_earlier_prefetches(plan: Plan, late: Mapping[int, float], limit_bytes: int) -> Plan:
-    """Return the plan with each late tensor's prefetch moved earlier by the seconds it was late, within the limit."""
-    starts = plan.timing.start
-    swaps = {swap.id: swap for swap in plan.swaps}
-    for tensor_id, seconds in sorted(late.items(), key=lambda item: -item[1]):
-        swap = swaps.get(tensor_id)
-        if swap is None:
-            continue
-        prefetch = swap.prefetch
-        while prefetch > swap.release and starts[swap.prefetch] - starts[prefetch] < seconds:
-            earlier = Swap(swap.id, swap.release, prefetch - 1)
-            if _peak(plan.recomputed_trace, [*(s for s in swaps.values() if s.id != swap.id), earlier]) > limit_bytes:
-                break
-            prefetch -= 1
-        swaps[tensor_id] = Swap(swap.id, swap.release, prefetch)
-    recomputes = None if plan.swap_only else [row.id for row in plan.recomputes]
-    made = make_plan(plan.trace, plan.link, tuple(swaps.values()), plan.limit_bytes, recomputes=recomputes)
-    return replace(made, state=plan.state)
-
-
-def _peak(trace: Trace, swaps: Sequence[Swap]) -> int:
-    return max(resident_bytes(trace, swaps), default=0)

@@ -1,4 +1,7 @@
-"""Decides from measured steps whether a signature's plan keeps `max_slowdown`, and when another plan is due."""
+"""Decides from measured steps whether a plan keeps `max_slowdown`, and when another plan is due.
+
+Each signature (the shapes and kinds of a step's inputs) has its own plan.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import logging
 import warnings
 from dataclasses import replace
 from functools import partial
+from math import ceil
 from statistics import median
 
 from offload.control.limits import Limits
@@ -13,7 +17,9 @@ from offload.control.own_copies import OwnCopies
 from offload.control.planned_step import PlannedStep
 from offload.control.state_plan import StatePlanner
 from offload.control.wanted_plan import wanted_plan
+from offload.devices.accelerator import Accelerator, driven_devices
 from offload.devices.allocator import release_free_memory
+from offload.devices.device import device_of
 from offload.devices.memory import free_bytes
 from offload.devices.processes import local_processes
 from offload.options import Options, device_bytes
@@ -22,7 +28,7 @@ from offload.plan.trace import Trace
 from offload.profiling.calibration import forget_disturbed
 from offload.runtime.counters import Counts
 from offload.runtime.engine import Engine
-from offload.runtime.executor import Stopwatch
+from offload.runtime.executor import ScheduleExecutor, Stopwatch
 from offload.runtime.schedule import Schedule
 from offload.units import format_bytes
 
@@ -48,7 +54,7 @@ class SlowdownPromise:
     copies
         The measured speed of the engine's copies.
     plan_state
-        Called for each plan. Chooses the share of optimizer state that moves, with ``optimizer_state="auto"``.
+        Chooses how much optimizer state plans move, and when. None if none can move.
     """
 
     def __init__(
@@ -83,36 +89,58 @@ class SlowdownPromise:
             planned.frontier.begun += 1
             counts.reference_steps += 1
             return True
-        planned.plan_steps += not planned.is_behind  # counts measured steps: reference steps are due by their number
+        planned.plan_steps += not planned.is_behind  # `Frontier.is_due` counts only steps that can be measured
         return False
 
     def reference_schedule(self, planned: PlannedStep) -> Schedule:
         """Return the schedule of the reference step that begins.
 
-        During a search it keeps every tensor if the plan lowers the peak by at most `kept_share`, no `memory_limit` is
-        given, and enough memory is free. Then it is as fast as without offload, except for its hooks. Otherwise tensors
-        are copied as in the plan, but computation waits during each copy, and the waits are not counted. All reference
-        steps that are compared with one plan follow one schedule.
+        During a search, such a step keeps every tensor if no `memory_limit` is given and enough memory is free; on the
+        CPU, only if the plan lowers the peak by at most `kept_share`. It then takes as long as a step without offload,
+        but for its hooks. Otherwise tensors are copied as in the plan, but computation waits during each copy, and the
+        waits are not counted. All reference steps of one measurement follow one schedule.
+
+        On an accelerator, computation is faster in steps with such waits: a device that has paused computes faster for
+        a while. Plans that are compared with them seem slower than they are, and fewer bytes are saved than
+        `max_slowdown` allows.
         """
-        plan, limits = planned.plan, self._limits
+        plan = planned.plan
         assert plan is not None
         if planned.reference is not None and not planned.frontier.is_settled:
             return planned.reference
-        more_bytes = plan.unswapped_peak_bytes - plan.peak_bytes
-        is_small = more_bytes <= limits.kept_share * plan.unswapped_peak_bytes and self._options.memory_limit is None
-        keeps_all = is_small and not planned.frontier.is_settled
-        if keeps_all:  # all processes of this job may take such a step at the same time
-            keeps_all = limits.kept_room * local_processes() * more_bytes <= free_bytes(self._engine.device)
+        keeps_all = not planned.frontier.is_settled and self._may_keep_all(planned)
         return planned.make_reference(keeps_all=keeps_all)
 
-    def defer_copy_outs(self, stopwatch: Stopwatch) -> None:
-        """Defer the copy-outs of a reference step, which `stopwatch` measures.
+    def _may_keep_all(self, planned: PlannedStep) -> bool:
+        """Return whether a reference step that begins now may keep every tensor."""
+        plan, limits, device = planned.plan, self._limits, self._engine.device
+        assert plan is not None
+        if self._options.memory_limit is not None or planned.is_keeping_refused:
+            return False
+        more_bytes = plan.unswapped_peak_bytes - plan.peak_bytes
+        processes = local_processes()  # all may take such a step at the same time
+        if self._on_cpu:
+            is_small = more_bytes <= limits.kept_share * plan.unswapped_peak_bytes
+            return is_small and limits.kept_room * processes * more_bytes <= free_bytes(device)
+        # All that the step allocates has to fit. `free_bytes` excludes what is in use before the step and what other
+        # steps that are under way hold. So the former (`base_bytes`) is subtracted.
+        needed_bytes = plan.unswapped_peak_bytes - min(plan.trace.base_bytes, default=0)
+        spare = limits.device_kept_room * ceil(processes / max(1, driven_devices())) - 1
+        return needed_bytes + spare * more_bytes <= free_bytes(device)
 
-        Whenever the step waits for one of them, those queued by then begin. Without effect on an accelerator, where
-        copies do not slow the computation.
+    def start_stopwatch(self, schedule: Schedule) -> Stopwatch:
+        """Return the stopwatch of a measured step that begins and follows this schedule.
+
+        If the step is a reference step with copies, its copy-outs are deferred. When the step waits for one of them,
+        all those queued so far begin. Without effect on an accelerator: there, copy-outs run during the computation,
+        because they hardly slow it.
         """
-        self._reference = stopwatch
-        stopwatch.defer_copy_outs()
+        self.end_overlap()  # before the clock starts, because the step waits here
+        stopwatch = Stopwatch(self._engine)
+        if schedule.is_serial:
+            self._reference = stopwatch
+            stopwatch.defer_copy_outs()
+        return stopwatch
 
     def end_reference(self) -> None:
         """Copy out in the background again, even if the last reference step has not run its backward."""
@@ -123,9 +151,9 @@ class SlowdownPromise:
     def needs_plan(self, planned: PlannedStep) -> bool:
         """Return whether measured steps show that a new plan is due.
 
-        If `applies`, they are compared with reference steps, otherwise with the plan. If the search for a plan ends
-        here, the plan of `_best` is followed from now on. If a new plan is due, logs the reason, and
-        counts the new plan in `planned.replans`. If an ended search starts again, this count is set to 0 instead.
+        They are compared with reference steps if `applies(planned)`, otherwise with the plan's predictions. If the
+        search for a plan ends here, the plan of `_best` is followed from now on. If a new plan is due, logs the reason,
+        and counts the new plan in `planned.replans`. If an ended search starts again, this count is set to 0 instead.
         """
         self._copies.read()
         if not planned.is_measured:
@@ -135,8 +163,8 @@ class SlowdownPromise:
         if planned.swap_seconds:
             link = replace(link, swap_seconds=median(planned.swap_seconds))
         if self.applies(planned):
-            return self._is_broken(planned, link)
-        if planned.replans >= self._limits.replans or planned.frontier.is_settled:
+            return self._needs_other_plan(planned, link)
+        if planned.replans >= self._limits.replans or planned.frontier.is_settled or self._is_best(planned):
             return False
         reasons = planned.reasons_to_replan(link)
         if reasons:
@@ -145,24 +173,44 @@ class SlowdownPromise:
             log.info("planning again (%d of at most %d): %s", planned.replans, self._limits.replans, "; ".join(reasons))
         return bool(reasons)
 
+    def _is_best(self, planned: PlannedStep) -> bool:
+        """Return whether no plan can be better: this one moves nothing, and no less memory is asked for."""
+        plan = planned.plan
+        assert plan is not None
+        moves = plan.swaps or plan.recomputes or (plan.state is not None and plan.state.moved)
+        return not moves and self._options.max_slowdown is None and self._options.memory_limit is not None
+
     def _wants_reference(self, planned: PlannedStep) -> bool:
         if not self.applies(planned) or planned.is_behind:
             return False
-        if planned.frontier.is_settled:
-            return planned.steps % self._limits.recheck_steps == 0
-        return planned.frontier.is_due(planned.plan_steps)
+        frontier, allowed = planned.frontier, self._options.max_slowdown
+        assert allowed is not None
+        if frontier.is_settled:
+            if not frontier.watch.is_due(planned.steps, allowed):
+                return False
+            frontier.watch.begin()
+            return not frontier.compare_with_search(planned.plan, planned.costs)
+        if not frontier.is_due(planned.plan_steps):
+            return False
+        kept = planned.reference if planned.reference is not None and not planned.reference.is_serial else None
+        if kept is None:
+            return True
+        planned.is_keeping_refused |= planned.has_unfinished(kept)
+        if self._may_keep_all(planned):
+            return True
+        planned.measure_again()
+        return False
 
-    def _is_broken(self, planned: PlannedStep, link: Link) -> bool:
+    def _needs_other_plan(self, planned: PlannedStep, link: Link) -> bool:
         """Return whether another plan is due. If the search ends, the plan of `_best` is followed."""
         frontier, plan, allowed = planned.frontier, planned.plan, self._options.max_slowdown
         assert plan is not None
         assert allowed is not None
         if frontier.is_settled:
-            if frontier.is_broken(allowed):
+            if frontier.watch.is_broken(allowed):
                 log.info(
-                    "planning again: steps were slower than max_slowdown allows, compared with each of the last %d "
-                    "reference steps",
-                    len(frontier.looks),
+                    "planning again: steps were slower than max_slowdown allows in each of the last %d comparisons",
+                    len(frontier.watch.looks),
                 )
                 planned.link = frontier.start_again(plan, link)
                 planned.replans = 0
@@ -170,7 +218,8 @@ class SlowdownPromise:
         if frontier.are_disturbed(planned.costs) and frontier.repeats < self._limits.repeats:
             planned.measure_again()
             return False
-        if frontier.judge(plan, planned.costs, allowed) is None:
+        keeps_all = not self._on_cpu and planned.reference is not None and not planned.reference.is_serial
+        if frontier.judge(plan, planned.costs, allowed, keeps_all=keeps_all) is None:
             return False
         reason = frontier.reason_to_move(allowed, least_feasible_limit(plan.trace))
         limits = self._limits
@@ -183,7 +232,7 @@ class SlowdownPromise:
         return True
 
     def is_outdated(self, planned: PlannedStep) -> bool:
-        """Return whether a new plan is due because an optimizer has made its very first update since the plan was made.
+        """Return whether a new plan is due because an optimizer made its very first update after the plan was made.
 
         If so, the search begins again, and a second call returns False.
         """
@@ -208,6 +257,31 @@ class SlowdownPromise:
             return self._plan(planned, planned.trace())
         finally:
             self._release()
+
+    def needs_hooks(self, planned: PlannedStep) -> bool:
+        """Return whether steps that are not measured need hooks after the search.
+
+        They do if there is a memory limit, if the plan moves tensors, or if optimizer state is copied during the step.
+        """
+        plan = planned.plan
+        assert plan is not None
+        if plan.swaps or plan.recomputes or self._options.memory_limit is not None:
+            return True
+        # On the CPU, copies of optimizer state during a step save no time (docs/optimizer.md).
+        return not self._on_cpu and self._plan_state is not None and self._plan_state.overlap(planned) is not None
+
+    def let_overlap(self, planned: PlannedStep, executor: ScheduleExecutor) -> None:
+        """Let optimizer state be copied during a steady step that is not measured, where its plan leaves memory free.
+
+        Steps of a search have no such copies: what they add would count as a part of the plan's slowdown.
+        """
+        if self._plan_state is not None:
+            self._plan_state.let_overlap(planned, executor)
+
+    def end_overlap(self) -> None:
+        """Wait for copies of optimizer state that the plan of the previous step has allowed: a measured step begins."""
+        if self._plan_state is not None:
+            self._plan_state.end_overlap()
 
     def release_pinned(self) -> None:
         """Unpin host memory that no step has needed since the planner last ran, if it is over `spare_pinned_bytes`.
@@ -235,7 +309,8 @@ class SlowdownPromise:
         make = partial(wanted_plan, trace, planned.link, device_bytes=room, limits=self._limits)
         if allowed is None:
             return make(options=options, held_bytes=held_bytes)
-        effort = self._limits.search_effort(sum(node.seconds for node in trace.nodes), len(trace.tensors))
+        step_seconds = sum(node.seconds for node in trace.nodes)
+        effort = self._limits.search_effort(step_seconds, len(trace.tensors), on_cpu=self._on_cpu)
         frontier.is_settled = False
         least = least_feasible_limit(trace)
         kept = make_plan(trace, planned.link, ())
@@ -249,14 +324,12 @@ class SlowdownPromise:
             elif not self._limits.is_worth_hooks(peak, kept.peak_bytes):
                 peak = max(least, int(self._limits.worthwhile_peak(kept.peak_bytes)))
                 if not frontier.may_keep(allowed, kept.peak_bytes - peak):
-                    frontier.is_settled = True  # a plan that keeps the promise would save too little to be followed
-                    return self._last(planned, allowed)
+                    return self._end_search(planned, allowed)  # a plan that keeps the promise would save too little
             wanted_options = replace(options, max_slowdown=None, memory_limit=peak)
             plan = make(options=wanted_options, held_bytes=held_bytes, effort=effort)
             if frontier.is_new(plan):
                 return plan
-            frontier.is_settled = True  # this plan was tried already, or it moves nothing
-            return self._last(planned, allowed)
+            return self._end_search(planned, allowed)  # this plan was tried already, or it moves nothing
         plan = make(options=replace(options, max_slowdown=allowed), held_bytes=held_bytes, effort=effort)
         if not (plan.swaps or plan.recomputes) and trace.tensors and planned.replans < self._limits.replans:
             # No plan whose predicted slowdown is within `max_slowdown` moves tensors. But the prediction may be larger
@@ -267,12 +340,25 @@ class SlowdownPromise:
 
     def _settle(self, planned: PlannedStep, allowed: float) -> None:
         """End the search, and follow the plan that it ends with."""
-        frontier, plan = planned.frontier, self._last(planned, allowed)
-        frontier.is_settled = True
+        plan = self._end_search(planned, allowed)
         if plan is not planned.plan:
-            planned.late = {}
             planned.follow(plan, self._options.memory_limit)
         self._release()
+
+    def _end_search(self, planned: PlannedStep, allowed: float) -> Plan:
+        """End the search. Return the plan that it ends with.
+
+        On an accelerator, makes torch's allocator release its cache if reference steps kept every tensor: later steps
+        need less.
+        """
+        frontier = planned.frontier
+        frontier.is_settled = True
+        planned.late = {}  # these tensors were late in the last plan: they must not change the prefetches of another
+        planned.reference = None  # measurements of its steps that arrive later do not count
+        device = device_of(self._engine.device)
+        if isinstance(device, Accelerator) and any(each.keeps_all for each in frontier.tried):
+            device.release_cached()
+        return self._last(planned, allowed)
 
     def _last(self, planned: PlannedStep, allowed: float) -> Plan:
         """Return the plan that the search ends with. Logs it if it is not the plan that was judged last."""
@@ -282,6 +368,9 @@ class SlowdownPromise:
             why = f"was {judged.in_words} slower than without swapping" if is_slow else "saves too little memory"
             swaps = len(plan.swaps), len(judged.plan.swaps)
             log.info("back to a plan with %d swaps: the last one tried, with %d swaps, %s", *swaps, why)
+        kept = planned.frontier.judged(plan)
+        if kept is not None:
+            log.info("the search ends with a plan that was %s slower than without swapping", kept.in_words)
         return plan
 
     def _best(self, planned: PlannedStep, allowed: float) -> Plan:

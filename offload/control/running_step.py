@@ -16,15 +16,25 @@ class RunningStep:
     def __init__(self) -> None:
         self._executor: weakref.ref[ScheduleExecutor] | None = None
         self._plan: Plan | None = None
+        self._keeps_all = False
 
-    def follows(self, executor: ScheduleExecutor, plan: Plan | None) -> ScheduleExecutor:
-        """Note that a step begins that follows a plan. Returns its executor."""
-        self._executor, self._plan = weakref.ref(executor), plan
+    def follows(self, executor: ScheduleExecutor, plan: Plan | None, *, keeps_all: bool = False) -> ScheduleExecutor:
+        """Note that a step begins that follows a plan. Returns its executor.
+
+        `keeps_all`: it is a reference step that keeps every tensor.
+        """
+        self._executor, self._plan, self._keeps_all = weakref.ref(executor), plan, keeps_all
         return executor
 
     def end(self) -> None:
         """Note that a step begins; it may follow no plan."""
         self._executor = self._plan = None
+        self._keeps_all = False
+
+    @property
+    def keeps_all(self) -> bool:
+        """Whether the latest step is a reference step that keeps every tensor."""
+        return self._keeps_all
 
     def place(self) -> tuple[Plan, int] | None:
         """Return the plan and the present node; None if the latest step follows no plan or has deviated from it."""

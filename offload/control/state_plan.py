@@ -1,34 +1,49 @@
-"""Chooses for each plan which optimizer state is swapped out between updates, and makes the optimizers do so.
+"""Chooses for each plan which optimizer state is swapped out between updates, and when, and makes the optimizers do so.
 
-If a memory limit is given, `SlowdownPromise` makes every plan through it. Without ``optimizer_state="auto"`` it chooses
-no state. If no plan keeps the limit, the error then says how much memory ``"auto"`` would free.
+`SlowdownPromise` makes every plan through it. Only with ``optimizer_state="auto"`` and a memory limit it chooses which
+state moves. Without ``"auto"``, the error for a limit that no plan keeps says how much memory ``"auto"`` would free.
 """
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
 from offload.control.limits import Limits
-from offload.control.planned_step import PlannedStep
+from offload.control.planned_step import KnownOverlap, PlannedStep
 from offload.control.refusal import GradientKnob, explained
 from offload.optimizer_state import mover
 from offload.optimizer_state.divisible import why_it_stays
 from offload.optimizer_state.gradient_mover import why_all_gradients_stay
 from offload.optimizer_state.in_backward import is_known_to_step_in_backward
-from offload.optimizer_state.movers import MovableChunk, StateMovers
+from offload.optimizer_state.movable import MovableChunk
+from offload.optimizer_state.movers import StateMovers
 from offload.optimizer_state.state_tensor import largest_state_bytes
+from offload.optimizer_state.update_room import TEMPORARIES_MOST
 from offload.options import Options
 from offload.parameters.mover import copied_bytes_max
-from offload.plan import InfeasibleLimitError, Plan, StateChunk, Update, fastest_share, unswapped_bytes
+from offload.plan import (
+    InfeasibleLimitError,
+    Plan,
+    StateChunk,
+    StateOverlap,
+    Update,
+    fastest_share,
+    state_overlap,
+    unswapped_bytes,
+)
 from offload.plan.trace import Trace
 from offload.profiling.model_state import HeldMemory
 from offload.runtime.counters import Counts
+from offload.runtime.executor import ScheduleExecutor
 from offload.runtime.weak import WeakReferences
 
 __all__ = ["StatePlanner"]
+
+log = logging.getLogger("offload")
 
 
 class StatePlanner:
@@ -39,7 +54,7 @@ class StatePlanner:
     states
         The model's optimizers.
     options
-        The caller's arguments, with a memory limit.
+        The caller's arguments.
     limits
         Tolerances. More state than the limit requires is swapped out only if steps are then faster by over `noise`.
     counts
@@ -96,6 +111,47 @@ class StatePlanner:
         except InfeasibleLimitError as error:
             raise self._explained(error, planned, chunks) from None
 
+    def let_overlap(self, planned: PlannedStep, executor: ScheduleExecutor) -> None:
+        """Let state be written in forward and read in backward of the step that begins, where its plan leaves room."""
+        overlap = self.overlap(planned)
+        if overlap is not None:
+            self._states.in_passes.follow(overlap, executor)
+
+    def end_overlap(self) -> None:
+        """Wait until as few bytes are being written as without overlap."""
+        self._states.in_passes.end()
+
+    def overlap(self, planned: PlannedStep) -> StateOverlap | None:
+        """Return when state is copied in steps that follow the signature's plan; None if in the update only."""
+        plan, kinds, known = planned.plan, self._states.kinds, planned.overlap
+        assert plan is not None
+        if known is None or known.plan is not plan or known.kinds != kinds:
+            known = planned.overlap = KnownOverlap(plan, kinds, self._made_overlap(planned, plan))
+        return known.overlap
+
+    def _made_overlap(self, planned: PlannedStep, plan: Plan) -> StateOverlap | None:
+        states, limits = self._states, self._limits
+        if states.steps_in_backward or states.gradient_counts or states.steps_whole:
+            return None
+        chunks = states.chunks()
+        update, moved = self._update(chunks), frozenset(i for i, chunk in enumerate(chunks) if chunk.is_moved)
+        if plan.state is not None:
+            update, moved, counted_bytes = plan.state.update, plan.state.moved, plan.state.between_bytes
+        else:
+            moved_bytes = update.bytes_of(moved)
+            counted_bytes = update.bytes - moved_bytes + min(moved_bytes, states.bytes_in_memory_max())
+        held = self._held.look()
+        held_bytes = max(0, held.state - update.bytes) + max(held.gradients, planned.gradients_in_update)
+        held_bytes += TEMPORARIES_MOST * max((chunk.param_bytes for chunk in chunks), default=0)
+        if len(states.counts) > 1:  # while one optimizer steps, state of another may be read ahead
+            held_bytes += mover.CHUNK_BYTES + mover.AHEAD_BYTES + mover.BEHIND_BYTES
+        moves = plan.swaps or plan.recomputes or self._options.memory_limit is not None
+        noise = limits.noise if moves else limits.hooks_share
+        found = state_overlap(plan, update, moved, counted_bytes, held_bytes, noise=noise)
+        if found is not None:
+            log.info("%s", found)
+        return found
+
     def is_outdated(self, planned: PlannedStep) -> bool:
         """Return whether an optimizer with movable state has made its first update since the plan was made.
 
@@ -110,12 +166,7 @@ class StatePlanner:
     def _with_state(self, planned: PlannedStep, make: Callable[[Trace], Plan], chunks: Sequence[MovableChunk]) -> Plan:
         limit_bytes = self._options.memory_limit
         assert limit_bytes is not None
-        update = Update(
-            tuple(StateChunk(each.nbytes, each.seconds, each.name) for each in chunks),
-            ahead_bytes=mover.AHEAD_BYTES,
-            behind_bytes=mover.BEHIND_BYTES,
-            micro_batches=self._states.micro_batches,
-        )
+        update = self._update(chunks)
         plan = fastest_share(
             planned.trace(away_bytes=0),
             planned.link,
@@ -133,6 +184,14 @@ class StatePlanner:
             self._planned.add(planned)
         self._states.follow(param for i in plan.state.moved for param in chunks[i].params)
         return plan
+
+    def _update(self, chunks: Sequence[MovableChunk]) -> Update:
+        return Update(
+            tuple(StateChunk(each.nbytes, each.seconds, each.name) for each in chunks),
+            ahead_bytes=mover.AHEAD_BYTES,
+            behind_bytes=mover.BEHIND_BYTES,
+            micro_batches=self._states.micro_batches,
+        )
 
     def _explained(
         self, error: InfeasibleLimitError, planned: PlannedStep, chunks: Sequence[MovableChunk]

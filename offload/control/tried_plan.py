@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import nan
 
-from offload.plan import Plan
+from offload.plan import Plan, recomputed, simulate
 
-__all__ = ["TriedPlan"]
+__all__ = ["TriedPlan", "assumed_seconds"]
 
 _DOUBT_MAX = 0.03  # on a noisy machine, more doubt would let pass what measures far too slow
 
@@ -37,6 +37,8 @@ class TriedPlan:
         Estimated slowdown, from the measurements of all plans tried so far (`estimate.py`).
     error
         Margin of error of `slowdown`: `Limits.standard_errors` times its standard error.
+    keeps_all
+        Whether the device is an accelerator, and the reference steps kept every tensor.
     """
 
     plan: Plan
@@ -48,6 +50,7 @@ class TriedPlan:
     unexplained_seconds: float
     slowdown: float = nan
     error: float = nan
+    keeps_all: bool = False
 
     @property
     def slowdown_max(self) -> float:
@@ -80,3 +83,22 @@ class TriedPlan:
         """Bytes that the plan recomputes."""
         tensors = {tensor.id: tensor for tensor in self.plan.trace.tensors}
         return sum(tensors[row.id].bytes for row in self.plan.recomputes)
+
+
+def assumed_seconds(plan: Plan, byte_seconds: float) -> float:
+    """Return by how much a plan's step is longer because each recomputed byte is assumed to take `byte_seconds`.
+
+    The result is less than `byte_seconds` × bytes if part of this time passes while the step would wait anyway.
+    """
+    dropped = {row.id for row in plan.recomputes}
+    if not dropped or not byte_seconds:
+        return 0.0
+    tensors = []
+    for tensor in plan.trace.tensors:
+        recipe = tensor.recompute
+        if tensor.id in dropped and recipe is not None:
+            recipe = replace(recipe, seconds=max(0.0, recipe.seconds - byte_seconds * tensor.bytes))
+        tensors.append(replace(tensor, recompute=recipe))
+    lighter = replace(plan.trace, tensors=tuple(tensors))
+    slow, fast = (simulate(recomputed(each, dropped), plan.swaps, plan.link) for each in (plan.trace, lighter))
+    return slow.step_seconds - fast.step_seconds

@@ -23,6 +23,8 @@ from offload.diagnostics.table import write_table
 Row = tuple[str, list[str]]
 
 BASELINE = "plain"
+SEARCHING = "offloaded"  # the run that searches for a plan
+STEPS_MAX, STEPS_OF_STATE = 60, 24
 HELP = "train a small GPT plain and offloaded, and compare loss, memory and step time"
 SIZES = {"layers": 8, "width": 320, "heads": 5, "batch": 20, "length": 256}
 STATE_SIZES = {"layers": 8, "width": 768, "heads": 12, "batch": 2, "length": 64}  # optimizer state dominates
@@ -41,9 +43,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     Parameters
     ----------
     parser : argparse.ArgumentParser
-        The parser of the command, whose result `run` takes.
+        The parser of the command. `run` takes the arguments that it parses.
     """
-    parser.add_argument("--steps", type=int, default=24, metavar="N", help="steps of each run (24)")
+    parser.add_argument(
+        "--steps",
+        type=int,
+        metavar="N",
+        help="steps of each run (default: those of the search for a plan and a few more, at most "
+        f"{STEPS_MAX}; with --state {STEPS_OF_STATE})",
+    )
     parser.add_argument(
         "--device",
         choices=("auto", "cpu", "cuda"),
@@ -68,16 +76,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument(
         "--state",
         action="store_true",
-        help="a larger model on short sequences, whose optimizer state and gradients need most of the memory: "
-        "plain; with state in the swap store; and with state in the store and updates in backward",
+        help="train a larger model on short sequences, where optimizer state and gradients need most of the memory. "
+        "Three runs: plain; optimizer state on disk between updates (on a GPU: in host memory); and the same with "
+        "updates in backward",
     )
     parser.add_argument(
         "--no-preload",
         action="store_true",
-        help="keep this system's malloc; by default tcmalloc, jemalloc or mimalloc is preloaded for all",
+        help="keep the system's malloc; by default tcmalloc, jemalloc or mimalloc is preloaded for all runs on the CPU",
     )
     hidden = parser.add_argument_group()
     hidden.add_argument("--worker", help=argparse.SUPPRESS)
+    hidden.add_argument("--until-settled", action="store_true", help=argparse.SUPPRESS)
     hidden.add_argument("--contestants", help=argparse.SUPPRESS)
     for name in SIZES:
         hidden.add_argument(f"--{name}", type=int, help=argparse.SUPPRESS)
@@ -104,7 +114,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         _check(args)
         args.device = _resolve_device(args.device)
-        results = [_train_apart(name, args) for name in _contestants(args)]
+        results = _train_all(args)
     except (ValueError, OSError, RuntimeError) as error:
         print(f"offload demo: {error}", file=sys.stderr)
         return 2
@@ -113,7 +123,11 @@ def run(args: argparse.Namespace) -> int:
     notes = [*setting(results), *remarks(results)]
     compared = COMPARED[_compared_key(results[0])]
     page = demo_page.render(rows, results, equal=equal, compared=compared, notes=notes)
-    args.html.write_text(page, encoding="utf-8")
+    try:
+        args.html.write_text(page, encoding="utf-8")
+    except OSError as error:
+        print(f"offload demo: {error}", file=sys.stderr)
+        return 2
     if args.json:
         print(json.dumps(_summary(results, args), indent=2))
     else:
@@ -131,7 +145,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def agreement(results: Sequence[dict[str, Any]]) -> bool:
-    """Return whether losses, and gradients or weights and state at the end, are bit-equal to those of the first run."""
+    """Return whether all runs have the bits of the first: in the losses, and in what `COMPARED` names."""
     keys = ("losses", _compared_key(results[0]))
     return all(_agrees(key, results[0], other) for key in keys for other in results[1:])
 
@@ -164,6 +178,7 @@ def table_rows(results: Sequence[dict[str, Any]]) -> list[Row]:
         (f"{COMPARED[key]}, hash", [result[key][:12] for result in results]),
         ("  equal to the last bit", agreed(key)),
         (memory, compared("peak_bytes", 2.0**-20, "MiB", 0)),
+        ("  in the counted steps", compared("counted_peak_bytes", 2.0**-20, "MiB", 0)),
         *([] if first["gpu"] else [("peak resident set", resident)]),
         ("median step", compared("step_seconds_median", 1.0, "s", 3 if first["gpu"] else 2)),
         ("  counted steps", [f"{result['steps_counted']} of {result['steps']}" for result in results]),
@@ -191,8 +206,8 @@ def setting(results: Sequence[dict[str, Any]]) -> list[str]:
         lines += [
             f"weights {parameters / 2**20:.0f} MiB, gradients as much, AdamW's state {state / 2**20:.0f} MiB: "
             f"{(2 * parameters + state) / 2**20:.0f} MiB together",
-            "state moved: optimizer_state=True; and updated in backward: step_in_backward=True too; saved tensors stay "
-            "(n_tensors=0)",
+            'run "state moved": optimizer_state=True; run "and updated in backward": step_in_backward=True too; '
+            "in both, saved tensors stay (n_tensors=0)",
         ]
     return [
         *lines,
@@ -223,10 +238,10 @@ def remarks(results: Sequence[dict[str, Any]]) -> list[str]:
     return said
 
 
-_SETTLED = "the median counts the steps after the search for a plan, without reference steps"
+_SETTLED = "the median counts the steps after the search for a plan"
 _SEARCHING = (
-    "only {settled} steps followed the search for a plan, too few for a median: the median is of all steps but the "
-    "first, including the slower trial and reference steps. With more --steps it is of the steps after the search"
+    "only {settled} steps came after the search for a plan, too few for a median: the median is of all steps but the "
+    "first, including the slower steps in which the search measures. To see later steps, give more --steps"
 )
 
 
@@ -237,7 +252,7 @@ def _agrees(key: str, first: dict[str, Any], other: dict[str, Any]) -> bool:
 
 
 def _check(args: argparse.Namespace) -> None:
-    if args.steps < 2:
+    if args.steps is not None and args.steps < 2:
         raise ValueError(f"--steps {args.steps}: the first step is not timed; give 2 or more")
     if not args.html.absolute().parent.is_dir():
         raise ValueError(f"--html {args.html}: its folder does not exist; create it or name another")
@@ -248,7 +263,26 @@ def _contestants(args: argparse.Namespace) -> list[str]:
         return str(args.contestants).split(",")
     if args.state:
         return [BASELINE, "state moved", "and updated in backward"]
-    return [BASELINE, "offloaded", *(["checkpointed"] if args.with_checkpoint else [])]
+    return [BASELINE, SEARCHING, *(["checkpointed"] if args.with_checkpoint else [])]
+
+
+def _train_all(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Train all runs and return their results. Without `--steps`, the offloaded run decides how many steps there are.
+
+    The search for a plan takes a different number of steps on each machine.
+    """
+    names = _contestants(args)
+    results: dict[str, dict[str, Any]] = {}
+    if args.steps is None:
+        args.steps = STEPS_MAX if SEARCHING in names else STEPS_OF_STATE
+        if SEARCHING in names:
+            args.until_settled = True
+            results[SEARCHING] = _train_apart(SEARCHING, args)
+            args.until_settled, args.steps = False, results[SEARCHING]["steps"]
+    for name in names:
+        if name not in results:
+            results[name] = _train_apart(name, args)
+    return [results[name] for name in names]
 
 
 def _resolve_device(asked: str) -> str:
@@ -281,8 +315,9 @@ def _train_apart(name: str, args: argparse.Namespace) -> dict[str, Any]:
     RuntimeError
         The process ended without a result; the message contains the last lines of its standard error.
     """
-    # -m would put the current folder first on the path, and a source tree there has no built extension.
-    start = "import sys; sys.path.remove(''); from offload.demo.command import main; sys.exit(main())"
+    # Python puts the current folder first on the path, and a source tree there may have no built extension. So this
+    # entry is removed from `sys.path`: with -c, it is the empty string.
+    start = "import sys; sys.path[:] = filter(None, sys.path); from offload.demo.command import main; sys.exit(main())"
     command = [sys.executable, "-c", start, "--worker", name]
     for option in (
         "steps",
@@ -291,12 +326,13 @@ def _train_apart(name: str, args: argparse.Namespace) -> dict[str, Any]:
         "threads",
     ):
         command += [f"--{option}", str(getattr(args, option))]
+    command += ["--until-settled"] if args.until_settled else []
     command += ["--state"] if args.state else []
     command += ["--device", "cpu" if args.device == "cpu" else "auto"]  # "auto" finds the same accelerator
     result: dict[str, Any] | None = None
     with (
         tempfile.TemporaryFile("w+", errors="replace") as complaints,
-        _progress(name, args.steps) as advance,
+        _progress(name, None if args.until_settled else args.steps) as advance,
         subprocess.Popen(
             command, env=_environment(args), text=True, stdout=subprocess.PIPE, stderr=complaints
         ) as child,
@@ -320,7 +356,7 @@ def _train_apart(name: str, args: argparse.Namespace) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _progress(name: str, steps: int) -> Iterator[Callable[[], Any]]:
+def _progress(name: str, steps: int | None) -> Iterator[Callable[[], Any]]:
     """Show a run's progress on standard error: with tqdm if it is installed, otherwise as a line of dots."""
     try:
         from tqdm import tqdm

@@ -1,7 +1,7 @@
 """One run of `offload demo`: trains a byte-level GPT in its own process.
 
-`offload.demo.command` starts it as a child process. It uses only the public interface of offload, and prints one JSON
-object per line: "event" is "step" after every step and "result" at the end.
+`offload.demo.command` starts it as a child process. It enables offload as any program does (`offload.enable`), and
+prints one JSON object per line: "event" is "step" after every step and "result" at the end.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ CORPUS_BYTES = 4 << 20
 LEARNING_RATE = 3e-4
 CURVE_POINTS_MAX = 1200
 SETTLED_STEPS_MIN = 3
+SETTLED_STEPS = 8
 
 # The arguments of `offload.enable` of each run that uses offload.
 KNOBS: dict[str, dict[str, Any]] = {
@@ -141,7 +142,11 @@ class SavedBytesCounter:
         self._seen = {id(tensor.untyped_storage()) for tensor in owned}
 
     def counting(self) -> AbstractContextManager[None]:
-        """Return a context in which saved tensors are counted. They live until backward, so no identity is reused."""
+        """Return a context in which saved tensors are counted.
+
+        The graph keeps the storages until backward, and torch keeps one Python object for each of them. So each storage
+        has its own `id()`.
+        """
         return torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
 
     def _pack(self, tensor: Tensor) -> Tensor:
@@ -174,7 +179,10 @@ class Contestant:
         return contextlib.nullcontext() if self._handle is None else self._handle.step()
 
     def has_settled(self) -> bool:
-        """Return whether the step that has just ended followed a plan that stays. Call it after each step."""
+        """Return whether the step that has just ended came after the search for a plan. Call it after each step.
+
+        True if there is no search.
+        """
         if not self.searches:
             return True
         before, self._settled_steps = self._settled_steps, self._handle.report().settled_steps
@@ -208,6 +216,7 @@ def train(
     shape: Shape,
     *,
     steps: int,
+    until_settled: bool,
     seed: int,
     device: str,
     of_state: bool,
@@ -223,6 +232,8 @@ def train(
         The model's and the batch's sizes.
     steps : int
         Number of steps; at least 2, because the first one is excluded from the step time.
+    until_settled : bool
+        Whether to end earlier: `SETTLED_STEPS` steps after the search for a plan.
     seed : int
         Seed of the initial parameters and the batches.
     device : str
@@ -251,6 +262,7 @@ def train(
     starts: list[float] = []
     seconds: list[float] = []
     losses: list[float] = []
+    peaks: list[int] = []
     settled: list[int] = []
     compared: dict[str, Any] = {}
     if not of_state:
@@ -266,16 +278,20 @@ def train(
         losses.append(loss.item())
         del loss
         seconds.append(meter.seconds() - starts[-1])
-        if step == steps - 1 and not of_state:
-            compared["gradients"] = gradient_hash(model)
-        optimizer.zero_grad(set_to_none=True)
         if contestant.has_settled() and step > 0:
             settled.append(step)
+        is_last = step == steps - 1 or (until_settled and len(settled) == SETTLED_STEPS)
+        if is_last and not of_state:
+            compared["gradients"] = gradient_hash(model)
+        optimizer.zero_grad(set_to_none=True)
+        peaks.append(meter.lap())
         tell({"event": "step", "step": step, "loss": losses[-1], "seconds": seconds[-1]})
+        if is_last:
+            break
     meter.stop()
     if of_state:  # after the measurement: reading state brings it back
         compared["weights_and_state"], compared["state_bytes"] = weights_and_state_hash(model, optimizer)
-    counted = settled if len(settled) >= SETTLED_STEPS_MIN or not contestant.searches else list(range(1, steps))
+    counted = settled if len(settled) >= SETTLED_STEPS_MIN or not contestant.searches else list(range(1, len(seconds)))
     return {
         "event": "result",
         "name": name,
@@ -284,8 +300,10 @@ def train(
         "step_seconds": seconds,
         "step_seconds_median": statistics.median(seconds[step] for step in counted),
         "steps_counted": len(counted),
+        "counted_peak_bytes": max(peaks[step] for step in counted)
+        - (0 if meter.device != "cpu" else meter.baseline_bytes),
         "steps_settled": len(settled) if contestant.searches else None,
-        "steps": steps,
+        "steps": len(seconds),
         "seed": seed,
         "batch": shape.batch,
         "length": shape.length,
@@ -352,6 +370,12 @@ def run(args: Namespace) -> int:
     if args.device != "cpu":
         torch.use_deterministic_algorithms(True)
     shape = Shape(args.layers, args.width, args.heads, args.batch, args.length)
-    run = {"steps": args.steps, "seed": args.seed, "device": args.device, "of_state": args.state}
+    run = {
+        "steps": args.steps,
+        "until_settled": args.until_settled,
+        "seed": args.seed,
+        "device": args.device,
+        "of_state": args.state,
+    }
     tell(train(args.worker, shape, **run, tell=tell))
     return 0

@@ -243,9 +243,15 @@ def _gpu_processes(device: Accelerator) -> Iterator[Process]:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Return how many more bytes torch's allocator can reserve on a device; on the CPU, `free_host_bytes`."""
+    """Return how many more bytes tensors can take on a device; on the CPU, `free_host_bytes`.
+
+    On an accelerator, what torch's allocator has cached counts too, as if it could be used without fragmentation.
+    """
     found = device_of(device)
-    return found.free_bytes() if isinstance(found, Accelerator) else free_host_bytes()
+    if not isinstance(found, Accelerator):
+        return free_host_bytes()
+    reserved = int(found.memory_stats().get("reserved_bytes.all.current", 0))
+    return found.free_bytes() + max(0, reserved - found.allocated_bytes())
 
 
 def free_host_bytes() -> int:

@@ -19,6 +19,7 @@ from torch import nn
 
 from offload.control.controller import PlanController
 from offload.control.device_session import DeviceSession
+from offload.control.running_step import RunningStep
 from offload.devices.device import device_of
 from offload.devices.memory import DeviceMemory, Process, last_out_of_memory, memory_of
 from offload.diagnostics.html import oom as oom_page
@@ -58,6 +59,8 @@ class Subject:
         Tensors dropped since the last forward began, to be recomputed in backward.
     running
         The plan that the step follows, and the node that it has reached; None if it follows no plan.
+    keeps_all
+        Whether the step is a reference step that keeps every tensor.
     """
 
     model: nn.Module | None
@@ -67,6 +70,7 @@ class Subject:
     kept: Mapping[str, Count]
     dropped: Count = field(default_factory=Count)
     running: tuple[Plan, int] | None = None
+    keeps_all: bool = False
 
 
 @dataclass(frozen=True)
@@ -147,8 +151,8 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def tell_at(error: BaseException, at: DeviceSession, path: str | os.PathLike[str] | None) -> None:
     """Call `tell` for the tensors of a session on one device."""
-    running = at.controller.running.place() if isinstance(at.controller, PlanController) else None
-    about = (*at.counts.in_step(), at.counts.dropped_in_step(), running)
+    running = at.controller.running if isinstance(at.controller, PlanController) else RunningStep()
+    about = (*at.counts.in_step(), at.counts.dropped_in_step(), running.place(), running.keeps_all)
     tell(error, Subject(at.model, at.engine, at.options, *about), path)
 
 
@@ -206,7 +210,7 @@ def explain(error: BaseException, subject: Subject) -> Explanation:
         resident_bytes=leaving,
         in_flight_bytes=engine.in_flight_bytes,
         verdict=_verdict(memory, movable, leaving, is_saved=bool(kept) or bool(leaving)),
-        remedies=tuple(_remedies(memory, kept, subject.options, engine)),
+        remedies=tuple(_remedies(memory, kept, subject)),
         dropped=subject.dropped,
         running=subject.running,
     )
@@ -279,8 +283,11 @@ def _verdict(memory: DeviceMemory, movable: int, leaving: int, *, is_saved: bool
     return f"Offloading alone is not enough: {format_bytes(short)} are missing, and only {could}; {others}."
 
 
-def _remedies(memory: DeviceMemory, kept: Mapping[str, Count], options: Options, engine: Engine) -> list[Remedy]:
-    found = []
+def _remedies(memory: DeviceMemory, kept: Mapping[str, Count], subject: Subject) -> list[Remedy]:
+    found, options, engine = [], subject.options, subject.engine
+    if subject.keeps_all:
+        why = "this step was a reference step: it kept every tensor, to show how long a step takes without swapping"
+        found.append(Remedy("give memory_limit with max_slowdown: then reference steps stay within the limit", why))
     call = _enable_line(memory, kept, options, engine)
     if call is not None:
         found.append(call)

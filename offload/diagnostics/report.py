@@ -141,8 +141,8 @@ class Report:
     trial_steps : int
         Trial steps of recomputation, which are slow: at most one for each profile of a shape.
     reference_steps : int
-        Steps in which computation waits while a copy runs. They are slow; they show how long a step takes without
-        swapping.
+        Steps that show how long a step takes without swapping: every tensor is kept, or computation waits while a copy
+        runs, which is slow.
     recomputed : Count
         Storages that were dropped and recomputed in backward, and their bytes.
     recompute_seconds : float

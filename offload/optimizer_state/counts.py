@@ -60,6 +60,9 @@ class StateCounts(_MovedCounts):
         Tensors that stay because other code holds them, or views of them.
     failed : int
         Tensors that stayed because writing them failed; `failure` is the latest error.
+    early_bytes : int
+        Bytes that were read in backward already, before the step. `without_memory` is how often no memory was free for
+        this.
     divided_steps : int
         Steps with all state in memory that updated few parameters at a time, because the temporary tensors of a whole
         step might exceed `memory_limit`. If such a step could not be divided, `undivided_because` says why.
@@ -67,6 +70,8 @@ class StateCounts(_MovedCounts):
 
     whole_steps: int = 0
     whole_because: str = ""
+    early_bytes: int = 0
+    without_memory: int = 0
     divided_steps: int = 0
     undivided_because: str = ""
 
@@ -86,7 +91,9 @@ class StateCounts(_MovedCounts):
             return f"{self.optimizer}: stays in memory: {self.stays}"
         if self.steps and not self.tensors:
             return f"{self.optimizer}: no tensor of its state can leave memory"
-        return self._with_bytes_per_step(f"tensors, {format_bytes(self.nbytes)}, leave memory between steps")
+        moved = self._with_bytes_per_step(f"tensors, {format_bytes(self.nbytes)}, leave memory between steps")
+        early = format_bytes(round(self.early_bytes / max(self.steps, 1)))
+        return f"{moved} ({early} of it in backward)" if self.early_bytes else moved
 
     def notes(self) -> Iterator[str]:
         """Yield notes for the user."""

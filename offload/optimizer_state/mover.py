@@ -10,7 +10,7 @@ import logging
 import sys
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -24,6 +24,7 @@ from offload.optimizer_state.chunks import ChunkedStep, is_known, split, steppin
 from offload.optimizer_state.counts import StateCounts
 from offload.optimizer_state.divisible import HELD_ONCE, why_it_stays, why_not_divided
 from offload.optimizer_state.loading import defer
+from offload.optimizer_state.read_ahead import EarlyReads, read_ahead
 from offload.optimizer_state.separable import is_separable
 from offload.optimizer_state.share import Passes, Share
 from offload.optimizer_state.streamed_state import SPILL_FIRST, StreamedState
@@ -42,7 +43,7 @@ log = logging.getLogger("offload")
 # copy-ins of the next chunk are always started.
 CHUNK_BYTES = 32 << 20  # a chunk: parameters that are updated together
 AHEAD_BYTES = 64 << 20  # copy-ins, also of gradients, that were started for later chunks
-BEHIND_BYTES = 64 << 20  # copy-outs that have not ended
+BEHIND_BYTES = 64 << 20  # copy-outs that have not ended; `StateInPasses` allows more where a plan leaves memory free
 
 STAYS_BY_PLAN = "steps stay within memory_limit without swapping out this state"
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -75,6 +76,10 @@ class StateMover:
     ----------
     share
         The parameters whose state leaves memory, and how long their updates take.
+    early
+        Starts copy-ins in backward, before the step.
+    is_whole
+        Whether all state was in memory during the latest step.
     """
 
     def __init__(
@@ -101,6 +106,9 @@ class StateMover:
         self.share = Share(engine, passes or Passes())
         self.share.moved = moved
         self._room = UpdateRoom(engine.device, limit_bytes)
+        self.early = EarlyReads(self.counts)
+        self._behind.early.add(self.early)
+        self.is_whole = False
         self._hooks: list[RemovableHandle] = []
         if self.counts.stays:
             return
@@ -130,6 +138,7 @@ class StateMover:
         OptimizerStateError
             Some state cannot be read. Call `close` again, or load a checkpoint with `load_state_dict` first.
         """
+        self.early.drop(self._state)
         optimizer = self._optimizer()
         if optimizer is not None:
             self._bring_back(optimizer)
@@ -168,6 +177,11 @@ class StateMover:
         return self._optimizer()
 
     @property
+    def state(self) -> StreamedState | None:
+        """The optimizer's state, if this mover moves it."""
+        return self._state
+
+    @property
     def rests(self) -> bool:
         """Whether this mover moves no state: none is to leave memory, and none is in the store."""
         return self._state is None and (self.share.is_empty or bool(self.counts.stays))
@@ -198,8 +212,8 @@ class StateMover:
         self.limit_writing()
 
     def limit_writing(self) -> None:
-        """Wait until unfinished copy-outs hold at most `BEHIND_BYTES`, or only this optimizer's latest remains."""
-        self._behind.wait(self.engine, BEHIND_BYTES)
+        """Wait until copy-outs hold few enough bytes (`WriteBehind.allowed`), or only the latest of them remains."""
+        self._behind.wait(self.engine, self._behind.limit_in_update(BEHIND_BYTES))
 
     def _leave_all(self, state: StreamedState) -> None:
         """Move out all state that should leave and is still in memory.
@@ -227,13 +241,13 @@ class StateMover:
         return untraced(self._begin_step, optimizer, args, kwargs)
 
     def _begin_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
-        self.share.begin()
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        has_closure = closure is not None
+        self.share.begin(has_closure=has_closure)
         if self.share.is_empty and self._state is not None:
             self._bring_back(optimizer)
             self.counts.stays, self.counts.nbytes, self.counts.tensors = STAYS_BY_PLAN, 0, 0
         is_at_rest = self.rests
-        closure = args[1] if len(args) > 1 else kwargs.get("closure")
-        has_closure = closure is not None
         chunk_bytes = self._room.chunk_bytes(optimizer, has_closure=has_closure) if is_at_rest else CHUNK_BYTES
         if chunk_bytes is None:
             return None
@@ -243,7 +257,9 @@ class StateMover:
         if not is_at_rest:
             state = self._streamed(optimizer)
             self.engine.collect()
+            self.is_whole = bool(why_whole)
             if why_whole:
+                self.early.expected = ()
                 self._fetch_all(state)
                 gradients_in_step.bring_back(each for group in optimizer.param_groups for each in group["params"])
         if why_whole:
@@ -332,11 +348,13 @@ class StateMover:
             split(step.params, lambda param: state.nbytes_of(param) or 2 * local_of(param).nbytes, CHUNK_BYTES)
         )
         begun = done = need = 0
+        self.early.drop(state, used=step.params)
         try:
             for number, chunk in enumerate(chunks or [[]]):  # a step without gradients may still change counters
-                begun = self._read_ahead(state, chunks, number, begun)
+                begun = read_ahead(state, chunks, number, begun, AHEAD_BYTES)
                 for param in chunk:
                     self.counts.in_bytes += state.fetch(param)
+                    self.early.use(param)
                 with gradients_in_step.lent(chunk, step), self.share.timed(chunk):
                     step.run(chunk)
                 for param in chunk:
@@ -349,25 +367,7 @@ class StateMover:
                 for param in chunk:
                     state.abandon(param)
                     gradients_in_step.abandon(param)
-
-    @staticmethod
-    def _read_ahead(state: StreamedState, chunks: Sequence[Sequence[Tensor]], number: int, begun: int) -> int:
-        """Start the copy-ins of a chunk and the next, and of later ones until `AHEAD_BYTES` are being read ahead.
-
-        Returns the number of chunks whose copy-ins have been started.
-        """
-
-        def nbytes_of(param: Tensor) -> int:
-            return state.nbytes_of(param) + gradients_in_step.nbytes_of(param)
-
-        ahead = sum(nbytes_of(param) for chunk in chunks[number + 1 : begun] for param in chunk)
-        while begun < len(chunks) and (begun <= number + 1 or ahead < AHEAD_BYTES):
-            for param in chunks[begun]:
-                state.begin(param)
-                gradients_in_step.begin(param)
-            ahead += sum(map(nbytes_of, chunks[begun])) if begun > number else 0
-            begun += 1
-        return begun
+            self.early.end(state, step.params)
 
     def _fetch_all(self, state: StreamedState) -> None:
         keys = list(state)
@@ -384,6 +384,7 @@ class StateMover:
         """End the step: move out the state that should leave and is in memory."""
         if not self._hooks:
             return
+        self.share.count_passes()
         if self.rests:
             self.share.end(optimizer)
             return

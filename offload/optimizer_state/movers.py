@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from offload.optimizer_state import mover as one
-from offload.optimizer_state.chunks import split
 from offload.optimizer_state.counts import GradientCounts, StateCounts
 from offload.optimizer_state.divisible import why_it_stays
 from offload.optimizer_state.gradient_mover import GradientMover
 from offload.optimizer_state.in_backward import BackwardCounts, StepInBackward, check_in_backward
+from offload.optimizer_state.in_passes import StateInPasses
+from offload.optimizer_state.movable import MovableChunk, movable_chunks, params_of, streamed_state
 from offload.optimizer_state.mover import StateMover
 from offload.optimizer_state.share import Passes
 from offload.optimizer_state.state_tensor import is_movable
@@ -26,33 +27,10 @@ from offload.runtime.engine import Engine
 from offload.torch_compat.compiled import untraced
 from offload.torch_compat.tensors import local_of
 
-__all__ = ["MovableChunk", "NameOf", "StateMovers"]
-
-# The planner gets the state of an optimizer in chunks of up to 1/512 of it, or up to CHUNK_BYTES if that is more. A
-# parameter with more state is a chunk of its own. All state is one chunk if the optimizer's step cannot be divided.
-_CHUNKS_MAX = 512
+__all__ = ["NameOf", "StateMovers"]
 
 
-@dataclass(frozen=True)
-class MovableChunk:
-    """State of some parameters that a plan may move out.
-
-    Attributes
-    ----------
-    params
-        The parameters.
-    nbytes
-        Bytes of the state.
-    seconds
-        Time of the parameters' update; 0 if it is not known.
-    name
-        Names of the first and the last parameter.
-    """
-
-    params: tuple[Tensor, ...]
-    nbytes: int
-    seconds: float
-    name: str
+_KNOWN_AFTER = 4  # updates after which their times and the number of their micro-batches are known
 
 
 class StateMovers:
@@ -126,6 +104,7 @@ class StateMovers:
         self._pid = os.getpid()
         self._behind = WriteBehind()
         self.passes = Passes()
+        self.in_passes = StateInPasses(partial(_alive, weakref.ref(self)), self._behind)
         self._check(optimizers, optimizers if in_backward else ())
         self._take_all(optimizers, moves_state, in_backward, moves_gradients)
 
@@ -233,7 +212,7 @@ class StateMovers:
         """Return the bytes of state that is away, and how many of them are still being written."""
         away = writing = 0
         for mover in self._alive():
-            state = _streamed(mover)
+            state = streamed_state(mover)
             away += state.away_nbytes if state is not None else 0
             mover.engine.collect()
             writing += mover.engine.in_flight_bytes
@@ -250,6 +229,17 @@ class StateMovers:
         most = max((mover.share for mover in self._alive()), key=lambda share: share.updates, default=None)
         return most.micro_batches if most is not None else 1
 
+    @property
+    def kinds(self) -> tuple[object, ...]:
+        """Changes when other state moves, or moves in another way."""
+        known = min(self.updates, _KNOWN_AFTER), self.passes.optimizers, self.steps_whole
+        return *known, len(self._movers), len(self._steppers), len(self.gradient_counts), self._moved
+
+    @property
+    def steps_whole(self) -> bool:
+        """Whether all state of an optimizer was in memory during its latest step."""
+        return any(mover.is_whole for mover in self._alive())
+
     def settle(self) -> None:
         """Move out again the state that the program has brought back since the last step and that is to be away."""
         for mover in self._alive():
@@ -259,7 +249,7 @@ class StateMovers:
         """Return the state that can move, in the order in which it is updated."""
         model = self._model()
         names = {id(each): name for name, each in model.named_parameters()} if model is not None else {}
-        return [chunk for mover in self._alive() for chunk in _chunks(mover, self._min_nbytes, names)]
+        return [chunk for mover in self._alive() for chunk in movable_chunks(mover, self._min_nbytes, names)]
 
     def movable_bytes(self, optimizers: Iterable[Optimizer]) -> int:
         """Return how many bytes of state could be moved, for optimizers whose state is not moved now."""
@@ -276,12 +266,12 @@ class StateMovers:
         """Let only the state of these parameters leave memory."""
         self._moved = frozenset(map(id, params))
         for mover in self._alive():
-            mover.follow(self._moved & frozenset(map(id, _params(mover))))
+            mover.follow(self._moved & frozenset(map(id, params_of(mover))))
 
     # -- memory -------------------------------------------------------------------------------------------------------
 
     def bytes_in_memory_max(self) -> int:
-        """Return the most bytes of moved state that copies may hold in memory while the model runs.
+        """Return the most bytes of moved state that copies may hold in memory in each node of a step.
 
         If an optimizer steps in backward, this includes the state read ahead and that of the parameter being updated.
         """
@@ -323,45 +313,9 @@ class StateMovers:
         return [mover for reference in self._movers if (mover := reference()) is not None]
 
 
-def _chunks(mover: StateMover, min_nbytes: int, names: dict[int, str]) -> Iterator[MovableChunk]:
-    sizes = {param: nbytes for param in _params(mover) if (nbytes := _movable_nbytes(mover, param, min_nbytes))}
-    every_bytes = sum(sizes.values())  # if a step cannot be divided, all state is in memory during it
-    nbytes_max = every_bytes if mover.counts.whole_steps else max(one.CHUNK_BYTES, every_bytes // _CHUNKS_MAX)
-    for params in split(sizes, sizes.__getitem__, nbytes_max):
-        ends = (params[0], params[-1]) if len(params) > 1 else (params[0],)
-        name = " … ".join(names.get(id(each), f"a parameter of shape {list(each.shape)}") for each in ends)
-        yield MovableChunk(tuple(params), sum(map(sizes.__getitem__, params)), mover.share.seconds_of(params), name)
-
-
-def _params(mover: StateMover) -> Iterator[Tensor]:
-    optimizer = mover.optimizer
-    for group in optimizer.param_groups if optimizer is not None else ():
-        yield from group["params"]
-
-
-def _streamed(mover: StateMover) -> StreamedState | None:
-    """Return an optimizer's state if some of it may be away; None otherwise."""
-    state = mover.optimizer.state if mover.optimizer is not None else None
-    return state if isinstance(state, StreamedState) and state.is_moved else None
-
-
-def _movable_nbytes(mover: StateMover, param: Tensor, min_nbytes: int) -> int:
-    """Return the bytes of one parameter's state that are away or are known to be able to leave."""
-    optimizer, streamed = mover.optimizer, _streamed(mover)
-    assert optimizer is not None  # it has this parameter
-    if streamed is not None and param in mover.share:  # all that can leave has left
-        return sum(each.nbytes for each in streamed.tensors.get(param, ()) if each.is_away)
-    state = dict.get(optimizer.state, param)
-    if not isinstance(state, dict) or mover.counts.stays not in ("", one.STAYS_BY_PLAN):
-        return 0
-    away = {id(each.tensor): each for each in streamed.tensors.get(param, ())} if streamed is not None else {}
-    nbytes = 0
-    for value in state.values():
-        if id(value) in away:
-            nbytes += away[id(value)].nbytes
-        elif is_movable(value, mover.engine.device, min_nbytes):
-            nbytes += local_of(value).nbytes
-    return nbytes
+def _alive(movers: weakref.ref[StateMovers]) -> list[StateMover]:
+    found = movers()
+    return found._alive() if found is not None else []
 
 
 def _mover_of(optimizer: Optimizer) -> StateMover | None:

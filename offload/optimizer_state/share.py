@@ -16,6 +16,8 @@ from offload.runtime.engine import Engine
 
 __all__ = ["Passes", "Share"]
 
+_MARKS_MAX = 1024  # chunks whose times have not been read yet
+
 
 class Passes:
     """Forward passes and updates of a model. Its optimizers share it.
@@ -58,12 +60,13 @@ class Share:
 
     def __init__(self, engine: Engine, passes: Passes) -> None:
         self._passes = passes
+        self._per_update = (0, 0)  # forward passes before each of the last two updates
         self._passes_before = self._passes_now = passes.at_update
         self.moved: frozenset[int] | None = None
         self.updates = 0
         self._engine = engine
         self._begun: Any = None
-        self._marks: list[tuple[dict[int, int], Any, Any]] = []  # latest update: elements by parameter, begin, end
+        self._marks: list[tuple[dict[int, int], Any, Any]] = []  # of chunks: elements by parameter, begin, end
         self._seconds: dict[int, float] = {}
 
     @property
@@ -74,13 +77,27 @@ class Share:
     def __contains__(self, parameter: object) -> bool:
         return self.moved is None or id(parameter) in self.moved
 
-    def begin(self) -> None:
-        """Note that an update begins."""
+    def begin(self, *, has_closure: bool = False) -> None:
+        """Note that an update begins. `has_closure`: forward and backward may still run, before `count_passes`."""
         self._read()
         self.updates += 1
         self._passes.optimizers += self.updates == 1
-        self._passes_now = self._passes.at_update = self._passes.count()
+        if not has_closure:
+            self.count_passes()
         self._begun = self._engine.mark()
+
+    def count_passes(self) -> None:
+        """Note how many forward passes have begun, if some have since the latest update."""
+        passes, before = self._passes.count(), self._passes_now
+        if passes > before:
+            self._per_update = self._per_update[1], passes - before
+        self._passes_now = self._passes.at_update = passes  # the count begins anew if the model is moved
+
+    @property
+    def is_last_before_update(self) -> bool:
+        """Whether the present forward pass is probably the last one before an update: it was so the last two times."""
+        earlier, latest = self._per_update
+        return earlier == latest == self._passes.count() - self._passes_now
 
     @property
     def micro_batches(self) -> int:
@@ -111,11 +128,13 @@ class Share:
         self._marks.append(({id(each): each.numel() for each in chunk}, begin, self._engine.mark()))
 
     def _read(self) -> None:
+        unread = []
         for numbers, begin, end in self._marks:
             measured, total = self._engine.seconds_since(begin, [end]), max(1, sum(numbers.values()))
             if measured is None:  # the device has not finished the update
+                unread.append((numbers, begin, end))
                 continue
             for parameter, number in numbers.items():
                 seconds = measured[0] * number / total
                 self._seconds[parameter] = min(self._seconds.get(parameter, seconds), seconds)
-        self._marks.clear()
+        self._marks = unread[-_MARKS_MAX:]

@@ -84,18 +84,26 @@ class StateTensor:
 
     def begin(self) -> bool:
         """Start the copy-in. Returns False if the tensor is in memory or a copy-in has begun already."""
-        if self._stored is None or not self._stored.prefetch():
+        if self._stored is None:
             return False
-        self._is_coming = True
-        return True
+        was_coming, self._is_coming = self._is_coming, True  # before it begins: after an interrupt, `abandon` frees it
+        try:
+            has_begun = self._stored.prefetch()
+        except Exception:
+            self._is_coming = was_coming
+            raise
+        self._is_coming = was_coming or has_begun
+        return has_begun
 
     def abandon(self) -> None:
         """Free the memory of a copy-in that is no longer needed."""
-        if self._stored is not None and self._is_coming:
-            self._stored.ticket.settle()  # wait: no second copy-in may begin before this one has ended
-            self._stored.remove_view()
-            self._stored.add_view()
-            self._is_coming = False
+        stored = self._stored
+        if stored is not None and self._is_coming:
+            stored.ticket.settle()  # wait: no second copy-in may begin before this one has ended
+            if self._stored is stored:  # else another thread has brought the tensor back meanwhile
+                stored.remove_view()
+                stored.add_view()
+                self._is_coming = False
 
     def bring(self) -> None:
         """Bring the bytes into memory. Raises OSError if they cannot be read; the tensor is then still away."""

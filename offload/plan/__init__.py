@@ -17,6 +17,7 @@ from offload.plan.certify.joint_proof import JointProof, prove_joint
 from offload.plan.certify.proof import Proof, prove
 from offload.plan.cycle import CycleTiming, StateChunk, Update, cycle_bound, cycle_bytes, simulate_cycle
 from offload.plan.joint_bounds import joint_bound
+from offload.plan.overlap import StateOverlap, state_overlap
 from offload.plan.recompute import Recomputation, recomputations, recomputed
 from offload.plan.result import Plan, make_plan
 from offload.plan.search import fastest_plan, least_memory_plan, manual_plan
@@ -38,6 +39,7 @@ __all__ = [
     "Reason",
     "Recomputation",
     "StateChunk",
+    "StateOverlap",
     "StateShare",
     "Swap",
     "Timing",
@@ -63,5 +65,6 @@ __all__ = [
     "serial_swaps",
     "simulate",
     "simulate_cycle",
+    "state_overlap",
     "unswapped_bytes",
 ]

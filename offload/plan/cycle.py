@@ -8,6 +8,7 @@ the state that leaves.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -20,6 +21,7 @@ __all__ = [
     "CycleTiming",
     "StateChunk",
     "Update",
+    "away_in_update",
     "between_bytes",
     "cycle_bound",
     "cycle_bytes",
@@ -100,11 +102,14 @@ class Update:
         order = sorted(moved)
         prefetch = self._prefetches(order)
         release: dict[int, int | None] = dict.fromkeys(order)
-        writing: list[int] = []
+        writing: deque[int] = deque()
+        writing_bytes = 0
         for i in order:
             writing.append(i)
-            while len(writing) > 1 and self.bytes_of(writing) > self.behind_bytes:
-                release[writing.pop(0)] = i + 1
+            writing_bytes += self.chunks[i].bytes
+            while len(writing) > 1 and writing_bytes > self.behind_bytes:
+                writing_bytes -= self.chunks[writing[0]].bytes
+                release[writing.popleft()] = i + 1
         return {i: (release[i], prefetch[i]) for i in order}
 
     def _prefetches(self, order: Sequence[int]) -> dict[int, int]:
@@ -188,15 +193,23 @@ def unrolled(
     return Trace(tuple(nodes), tuple(base), tuple(tensors)), every
 
 
-def _away(update: Update, moved: Collection[int], length: int) -> dict[int, tuple[int, int]]:
-    """Return `away` of `unrolled` for the chunks that move. `length`: number of nodes of forward and backward."""
+def away_in_update(update: Update, moved: Collection[int], length: int) -> dict[int, tuple[int, int]]:
+    """Return `away` of `unrolled` for chunks that are read in the update, and written as `Update.behind_bytes` allows.
+
+    `length`: number of nodes of forward and backward.
+    """
     period = len(update.chunks) + length
     rows = update.swaps(moved)
     return {i: (period + back if out is None else out, period + back) for i, (out, back) in rows.items()}
 
 
 def simulate_cycle(
-    trace: Trace, swaps: Sequence[Swap], link: Link, update: Update, moved: Collection[int]
+    trace: Trace,
+    swaps: Sequence[Swap],
+    link: Link,
+    update: Update,
+    moved: Collection[int],
+    away: dict[int, tuple[int, int]] | None = None,
 ) -> CycleTiming:
     """Return the timing of a cycle in which some chunks of state move.
 
@@ -212,6 +225,8 @@ def simulate_cycle(
         The update.
     moved : collection of int
         The numbers of the chunks that leave.
+    away : dict of int to (int, int), optional
+        When each of them is released and prefetched, as in `unrolled`. By default, as `Update.swaps` says.
 
     Returns
     -------
@@ -227,13 +242,16 @@ def simulate_cycle(
     CycleTiming(seconds=3.5, update_seconds=1.5)
     """
     chunks = len(update.chunks)
-    whole, every = unrolled(trace, swaps, update, _away(update, moved, len(trace.nodes)), periods=2)
+    if away is None:
+        away = away_in_update(update, moved, len(trace.nodes))
+    whole, every = unrolled(trace, swaps, update, away, periods=2)
     timing = simulate(whole, every, link)
     length = chunks + len(trace.nodes)
     second, forward = timing.finish[length - 1], timing.finish[length + chunks - 1]
     nbytes, latency = update.bytes_of(moved), link.latency * len(moved)
     copies = latency + nbytes / min(link.out_bandwidth, link.in_bandwidth)
-    others = (update.micro_batches - 1) * simulate(trace, swaps, link).step_seconds
+    more = update.micro_batches - 1
+    others = more * simulate(trace, swaps, link).step_seconds if more else 0.0
     return CycleTiming(max(timing.finish[2 * length - 1] - second + others, copies), forward - second)
 
 
@@ -257,7 +275,7 @@ def cycle_bytes(update: Update, moved: Collection[int]) -> tuple[int, int]:
     if not moved:
         return kept, kept
     empty = Trace((Node("", 0.0, backward=False),), (0,), ())
-    whole, every = unrolled(empty, [], update, _away(update, moved, 1), periods=3)
+    whole, every = unrolled(empty, [], update, away_in_update(update, moved, 1), periods=3)
     resident = list(resident_bytes(whole, every))
     begin = chunks + 1
     for i in moved:  # `unrolled` has it twice at its update: as state that came back and as state that leaves

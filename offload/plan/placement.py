@@ -1,6 +1,7 @@
 """Chooses the nodes at which the tensors of a given set are released and prefetched.
 
 A search such as `swap_search` chooses the set, this module chooses the nodes, and `simulate` times the resulting plan.
+A search tries thousands of sets, so the choice is computed natively (`csrc/placement.cpp`).
 
 A tensor's index is its position among the tensors of a `Step` (all tensors of the trace, or those that `with_changes`
 keeps), sorted by the node that saves them (`packed`), then by id. Those that are swapped are copied out in this order.
@@ -20,7 +21,6 @@ Given the set, few choices remain:
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -34,7 +34,7 @@ from offload.plan.trace import Trace
 
 __all__ = ["Stall", "Step", "SwapPlacement"]
 
-_ARRAY_FROM = 40  # nodes from prefetch to use; if there are more on average, NumPy is faster than a Python loop
+_LIMIT_MAX = 1 << 62  # a larger limit is as good as none, and sums with it exceed 64 bits
 
 Ints = NDArray[np.int64]
 _NO_NODES: Mapping[int, int] = {}
@@ -111,10 +111,20 @@ class Step:
         self.copy_in_rank = [0] * self.count
         for rank, i in enumerate(self.copy_in_order):
             self.copy_in_rank[i] = rank
-        self._clock = np.asarray(self.clock)
-        self._bytes = np.asarray(self.bytes, dtype=np.int64)
-        self._release_min = np.asarray(self.release_min, dtype=np.int64)
-        self._first_backward = np.asarray(self.first_backward, dtype=np.int64)
+        from offload import _core  # here: traces and plans can be read even if the extension is not built
+
+        self._placer = _core.Placer(
+            self.bytes,
+            self.packed,
+            self.release_min,
+            self.first_backward,
+            self.out_seconds,
+            self.in_seconds,
+            self.overhead_seconds,
+            self.copy_in_rank,
+            self.seconds,
+            self.unswapped_bytes,
+        )
 
     def with_changes(
         self, kept: Sequence[int], seconds: list[float], more_bytes: Sequence[int], first_uses: Mapping[int, int]
@@ -160,10 +170,7 @@ class Step:
 
         Negative at nodes where swapping this set is not enough to stay within the limit.
         """
-        at = np.asarray(indices, dtype=np.int64)
-        away = self._bytes_by_node(self._release_min[at], self._first_backward[at], self._bytes[at])
-        headroom: Ints = limit_bytes - self.unswapped_bytes + away
-        return headroom
+        return self._placer.headroom(indices, min(limit_bytes, _LIMIT_MAX))
 
     def place(
         self,
@@ -179,7 +186,7 @@ class Step:
         Parameters
         ----------
         indices : iterable of int
-            The tensors to swap. Those that save no memory are left out of the result.
+            The tensors to swap. One that saves no memory is left out, and the nodes of the others are chosen again.
         limit_bytes : int
             Limit on the resident bytes.
         cutoff_seconds : float, default infinite
@@ -196,174 +203,14 @@ class Step:
             None if the set cannot stay within the limit, or if the step takes longer than `cutoff_seconds` even without
             waits for copy-ins.
         """
-        indices = sorted(indices)
-        while True:
-            headroom = self.headroom(indices, limit_bytes)
-            if headroom.size and int(headroom.min()) < 0:
-                return None
-            release, ready = self._choose_releases(indices, headroom.tolist())
-            useless = {i for i in indices if release[i] >= self.first_backward[i]}
-            if not useless:
-                if ready.size and ready[-1] + self.seconds[-1] + self._overhead(indices) > cutoff_seconds:
-                    return None
-                prefetch = self._choose_prefetches(indices, headroom, release, ready, safety_factor, not_before)
-                useless = {i for i in indices if release[i] >= prefetch[i]}
-            if not useless:
-                return self._timed(indices, release, prefetch, not_before)
-            indices = [i for i in indices if i not in useless]
+        limit_bytes = min(limit_bytes, _LIMIT_MAX)
+        found = self._placer.place(list(indices), limit_bytes, cutoff_seconds, safety_factor, not_before)
+        if found is None:
+            return None
+        seconds, chosen, releases, prefetches, stalls = found
+        return SwapPlacement(seconds, chosen, releases, prefetches, tuple(map(Stall._make, stalls)), not_before)
 
     def releases(self, indices: Iterable[int], limit_bytes: int) -> dict[int, int]:
-        """Return the releases of all given tensors as the first pass of `place` chooses them.
-
-        Unlike `place`, this keeps tensors whose release is at `first_backward` or later.
-        """
+        """Return the releases of all given tensors as `place` chooses them before it leaves out any tensor."""
         indices = sorted(indices)
-        return self._choose_releases(indices, self.headroom(indices, limit_bytes).tolist())[0]
-
-    def _bytes_by_node(self, first: Ints, stop: Ints, count: Ints) -> Ints:
-        """Return per node the sum of `count` over the ranges [first, stop) that contain the node."""
-        change = np.bincount(first, weights=count, minlength=self.node_count + 1)
-        change -= np.bincount(stop, weights=count, minlength=self.node_count + 1)
-        return np.cumsum(change[: self.node_count]).astype(np.int64)
-
-    def _choose_releases(
-        self, indices: Sequence[int], headroom: list[int]
-    ) -> tuple[dict[int, int], NDArray[np.float64]]:
-        """Return the release of each tensor, and the time at which each node can start if no copy-in is late."""
-        size, out_seconds = self.bytes, self.out_seconds
-        packs = [*(self.packed[i] for i in indices), -1]
-        by_release_min = sorted(indices, key=self.release_min.__getitem__)
-        release_mins = [*(self.release_min[i] for i in by_release_min), -1]
-        out_end: dict[int, float] = {}
-        release: dict[int, int] = {}
-        pending: list[int] = []  # a heap in copy-out order: no longer needed by forward, not yet released
-        remaining, pending_bytes, next_pack, next_pending = len(indices), 0, 0, 0
-        k = packs[0] if indices else self.node_count
-        ready = self.clock[:k]
-        now, channel_free = self.clock[k], 0.0
-        while remaining and k < self.node_count:
-            while release_mins[next_pending] == k:
-                heapq.heappush(pending, by_release_min[next_pending])
-                pending_bytes += size[by_release_min[next_pending]]
-                next_pending += 1
-            while pending:
-                end = out_end[pending[0]]
-                if end > now:
-                    if pending_bytes <= headroom[k]:
-                        break
-                    now = end
-                i = heapq.heappop(pending)
-                release[i] = k
-                pending_bytes -= size[i]
-                remaining -= 1
-            ready.append(now)
-            now += self.seconds[k]
-            while packs[next_pack] == k:
-                i = indices[next_pack]
-                channel_free = out_end[i] = (now if now > channel_free else channel_free) + out_seconds[i]
-                next_pack += 1
-            k += 1
-        release.update(dict.fromkeys(pending, self.node_count))
-        return release, np.concatenate((ready, self._clock[k:-1] + (now - self.clock[k])))
-
-    def _choose_prefetches(
-        self,
-        indices: Sequence[int],
-        headroom: Ints,
-        release: dict[int, int],
-        ready: NDArray[np.float64],
-        safety_factor: float,
-        not_before: Mapping[int, int],
-    ) -> dict[int, int]:
-        """Return the prefetch node of each tensor, in the order of `first_backward`. `indices`: in copy-out order."""
-        at = np.asarray(indices, dtype=np.int64)
-        released = np.asarray([release[i] for i in indices], dtype=np.int64)
-        free = headroom - self._bytes_by_node(self._release_min[at], released, self._bytes[at])
-        order = sorted(indices, key=self.copy_in_rank.__getitem__)
-        uses = self._first_backward[order]
-        # For each copy-in, the latest start that causes no stall; the last copy-in comes first.
-        begin, begins = np.inf, []
-        for i, needed in zip(reversed(order), reversed(ready[uses].tolist()), strict=True):
-            begin = (needed if needed < begin else begin) - self.in_seconds[i] * safety_factor
-            begins.append(begin)
-        latest = np.searchsorted(ready, begins[::-1], side="right") - 1
-        earliest = [max(release[i], not_before.get(i, 0)) for i in order]
-        first = np.minimum(np.maximum(latest, np.asarray(earliest, dtype=np.int64)), uses)
-        reserve = _reserve_by_array if order and float((uses - first).mean()) > _ARRAY_FROM else _reserve_by_loop
-        nodes = reserve(free, first.tolist(), uses.tolist(), self._bytes[order].tolist())
-        return dict(zip(order, nodes, strict=True))
-
-    def _timed(
-        self, indices: Sequence[int], release: dict[int, int], prefetch: dict[int, int], not_before: Mapping[int, int]
-    ) -> SwapPlacement:
-        """Return the placement with its step time, computed as in `simulate` but only at nodes with copies."""
-        by_use = sorted(indices, key=self.copy_in_rank.__getitem__)
-        by_release, by_prefetch = sorted(indices, key=release.__getitem__), sorted(by_use, key=prefetch.__getitem__)
-        packs, uses = [*(self.packed[i] for i in indices), -1], [*(self.first_backward[i] for i in by_use), -1]
-        releases, prefetches = [*(release[i] for i in by_release), -1], [*(prefetch[i] for i in by_prefetch), -1]
-        next_pack = next_use = next_release = next_prefetch = 0
-        out_end: dict[int, float] = {}
-        in_end: dict[int, float] = {}
-        out_free = in_free = stalled = 0.0
-        stalls = []
-        for k in sorted({*packs, *releases, *uses, *prefetches} - {-1}):
-            now = begin = self.clock[k] + stalled
-            while releases[next_release] == k:
-                i = by_release[next_release]
-                next_release += 1
-                if out_end[i] > now:
-                    stalls.append(Stall(out_end[i] - now, k, i, True))
-                    now = out_end[i]
-            while prefetches[next_prefetch] == k:
-                i = by_prefetch[next_prefetch]
-                next_prefetch += 1
-                in_free = in_end[i] = (now if now > in_free else in_free) + self.in_seconds[i]
-            while uses[next_use] == k:
-                i = by_use[next_use]
-                next_use += 1
-                if in_end[i] > now:
-                    stalls.append(Stall(in_end[i] - now, k, i, False))
-                    now = in_end[i]
-            stalled += now - begin
-            now += self.seconds[k]
-            while packs[next_pack] == k:
-                i = indices[next_pack]
-                next_pack += 1
-                out_free = out_end[i] = (now if now > out_free else out_free) + self.out_seconds[i]
-        return SwapPlacement(
-            self.clock[-1] + stalled + self._overhead(indices),
-            tuple(indices),
-            tuple(release[i] for i in indices),
-            tuple(prefetch[i] for i in indices),
-            tuple(stalls),
-            not_before,
-        )
-
-    def _overhead(self, indices: Sequence[int]) -> float:
-        return sum(map(self.overhead_seconds.__getitem__, indices))
-
-
-def _reserve_by_loop(free: Ints, first: list[int], use: list[int], count: list[int]) -> list[int]:
-    """For each tensor in turn, reserve memory at consecutive nodes, backwards from the node before its use.
-
-    This ends at a node without room, or when `first` is reached. Returns the earliest reserved node of
-    each tensor, or the node of its use if none was reserved.
-    """
-    free_bytes, nodes = free.tolist(), []
-    for low, k, needed in zip(first, use, count, strict=True):
-        while k > low and free_bytes[k - 1] >= needed:
-            k -= 1
-            free_bytes[k] -= needed
-        nodes.append(k)
-    return nodes
-
-
-def _reserve_by_array(free: Ints, first: list[int], use: list[int], count: list[int]) -> list[int]:
-    """The same as `_reserve_by_loop`; faster for long ranges."""
-    nodes = []
-    for low, high, needed in zip(first, use, count, strict=True):
-        (full,) = (free[low:high] < needed).nonzero()
-        k = low + int(full[-1]) + 1 if full.size else low
-        free[k:high] -= needed
-        nodes.append(k)
-    return nodes
+        return dict(zip(indices, self._placer.releases(indices, min(limit_bytes, _LIMIT_MAX)), strict=True))

@@ -27,7 +27,7 @@ from offload.devices.processor_use import used_by_others
 from offload.options import Options, free_disk_bytes
 from offload.plan import Link
 from offload.profiling.link_measurement import BLOCK_BYTES_MIN, BLOCKS_AT_A_TIME, measure
-from offload.runtime.stores import make_store, throttle
+from offload.runtime.stores import checks_every_byte, make_store, throttle
 
 __all__ = ["Calibration", "calibrate", "forget_disturbed", "measure_link"]
 
@@ -270,6 +270,7 @@ def _machine_key(store: _core.SwapStore, device: torch.device, spill_dir: str, b
         "spill_device": Path(spill_dir).stat().st_dev if spill_dir else None,
         "block_bytes": block_bytes,
         "throttle": throttle(),
+        "checks_every_byte": checks_every_byte(),
     }
 
 

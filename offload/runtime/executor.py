@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -244,6 +244,18 @@ class ScheduleExecutor:
             self.copies.caps_in_flight = True
         # Whether the current hook swaps, waits, starts a copy or recomputes. If not, its time counts as computation.
         self._acted = False
+        self._leaving: Callable[[], None] | None = None
+
+    def call_at(
+        self, nodes: Sequence[tuple[int, bool]], reach: Callable[[int], None], leave: Callable[[], None]
+    ) -> None:
+        """Call `reach` when the step reaches each of these nodes, with the node's place in `nodes`.
+
+        Each node has a flag: whether the call comes after the node's prefetches. `leave` is called if the step
+        deviates from the schedule in forward, or if backward continues at an earlier node.
+        """
+        self.copies.call_at(nodes, reach)
+        self._leaving = leave
 
     @property
     def caps_in_flight(self) -> bool:
@@ -350,7 +362,7 @@ class ScheduleExecutor:
             self._act(node)
 
     def _act(self, node: int) -> None:
-        """Run the releases and prefetches that are due at a node."""
+        """Run the releases, prefetches and calls that are due at a node."""
         self._acted = True
         self.copies.act(node)
 
@@ -358,6 +370,8 @@ class ScheduleExecutor:
         """Go back to an earlier node: for a second backward over a retained graph, or a backward in another order."""
         if not self.cursor.has_used(pack_index):
             self._deviate()
+        if self._leaving is not None:
+            self._leaving()
         self.cursor.forget_uses()
         self.cursor.node = node
         self.copies.rewind(node)
@@ -367,4 +381,6 @@ class ScheduleExecutor:
         self._watched = {}
         if self.recomputation is not None:
             self.recomputation.abandon()
+        if self._leaving is not None:
+            self._leaving()
         self._deviate()

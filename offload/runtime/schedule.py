@@ -65,7 +65,7 @@ class Schedule:
     watched: Mapping[int, int]
     plan: Plan | None = None
     borrowed: bool = False  # from a step with larger inputs
-    is_serial: bool = False  # whether nothing is computed while a copy runs, as in reference steps
+    is_serial: bool = False  # whether nothing is computed while a copy runs, as in some reference steps
     recomputed: frozenset[int] = frozenset()  # pack indices of entries that are dropped and recomputed
     recipes: Mapping[int, MeasuredRecipe] = field(default_factory=dict)  # of `recomputed`, as found by the trial
 
@@ -230,7 +230,7 @@ def planned_schedule(
 
 
 def serial_schedule(order: StepOrder, plan: Plan, members: Mapping[int, Sequence[int]]) -> Schedule:
-    """Return the schedule of a plan's reference steps, which show how long nodes take without swapping.
+    """Return the schedule of a plan's reference steps with copies, which show how long nodes take without swapping.
 
     Tensors are copied in groups, and the step waits for each copy, so that no copy runs during a node. A node right
     after a copy takes longer, which is why there are few groups (`plan/serial.py`).

@@ -19,9 +19,9 @@ from offload.runtime.engine import LANE_NICENESS, Engine
 from offload.runtime.weak import WeakReferences
 from offload.units import parse_bandwidth
 
-__all__ = ["engines", "make_engine", "make_store", "throttle"]
+__all__ = ["checks_every_byte", "engines", "make_engine", "make_store", "throttle"]
 
-_stores: dict[tuple[int, str, str, int, float], weakref.ref[_core.SwapStore]] = {}
+_stores: dict[tuple[int, str, str, int, float, bool], weakref.ref[_core.SwapStore]] = {}
 _lock = threading.Lock()
 _engines: WeakReferences[Engine] = WeakReferences()
 
@@ -39,7 +39,7 @@ def make_engine(device: torch.device, options: Options) -> Engine:
     limit = options.host_limit if options.host_limit_is_given else 0
     # The key contains the pid, because a forked child cannot use the store of its parent.
     folder = os.path.realpath(options.spill_dir) if options.spill_dir else ""
-    key = (os.getpid(), str(device), folder, limit, throttle())
+    key = (os.getpid(), str(device), folder, limit, throttle(), checks_every_byte())
     with _lock:
         known = _stores.get(key)
         store = known() if known is not None else None
@@ -57,9 +57,11 @@ def make_engine(device: torch.device, options: Options) -> Engine:
 def make_store(device: torch.device, options: Options) -> _core.SwapStore:
     """Return a store that no other engine uses. Raises the same errors as `make_engine`."""
     lanes = _core.HostDriver(niceness=LANE_NICENESS, bandwidth=throttle())
+    checks = checks_every_byte()
     if device.type == "cpu":
-        return _core.SwapStore.direct(lanes, options.spill_dir)
-    return _core.SwapStore.slab(device_of(device).driver(), lanes, options.host_limit, options.spill_dir)
+        return _core.SwapStore.direct(lanes, options.spill_dir, checks_every_byte=checks)
+    driver = device_of(device).driver()
+    return _core.SwapStore.slab(driver, lanes, options.host_limit, options.spill_dir, checks_every_byte=checks)
 
 
 def throttle() -> float:
@@ -72,6 +74,20 @@ def throttle() -> float:
     """
     asked = os.environ.get("OFFLOAD_THROTTLE", "")
     return parse_bandwidth(asked, "OFFLOAD_THROTTLE") if asked else 0.0
+
+
+def checks_every_byte() -> bool:
+    """Return whether checksums of spilled tensors cover every byte.
+
+    Raises
+    ------
+    ValueError
+        `OFFLOAD_CHECKSUM` is neither "blocks" nor "all".
+    """
+    asked = os.environ.get("OFFLOAD_CHECKSUM") or "blocks"
+    if asked not in ("blocks", "all"):
+        raise ValueError(f'OFFLOAD_CHECKSUM is "blocks" or "all", not {asked!r}')
+    return asked == "all"
 
 
 def engines() -> list[Engine]:

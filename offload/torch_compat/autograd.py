@@ -25,6 +25,7 @@ __all__ = [
     "hooks_forbidden_reason",
     "innermost_hooks",
     "is_tracing",
+    "keeps_graph",
 ]
 
 # The autograd node that is running in this thread; None outside of a backward pass.
@@ -100,3 +101,11 @@ def checkpoint_is_innermost() -> bool:
 def is_tracing() -> bool:
     """Return whether TorchScript or torch.export traces in this thread. Tensors may have no data then."""
     return bool(mode_count() and _dispatch_mode(_FAKE) is not None) or _is_traced()
+
+
+_keeps_graph = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
+
+
+def keeps_graph() -> bool:
+    """Return whether the backward pass that runs keeps its graph, as with ``retain_graph=True``; True if not known."""
+    return _keeps_graph is None or bool(_keeps_graph())

@@ -30,6 +30,7 @@ __all__ = [
     "storage_identity",
     "version_of",
     "without_memory",
+    "without_torch_function",
 ]
 
 # From now on, a request for a writable address of this tensor's memory raises an error; None if torch is too old.
@@ -42,6 +43,7 @@ storage_identity: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
 weak_reference: Callable[[torch.Tensor], object] = torch._C._WeakTensorRef  # type: ignore[attr-defined]
 # The `__torch_function__` of a class whose operators all reach `__torch_dispatch__`.
 no_torch_function: Any = torch._C._disabled_torch_function_impl
+without_torch_function: Any = torch._C.DisableTorchFunctionSubclass  # a context manager
 # Return a view that is conjugated or negated lazily.
 conjugated: Callable[[torch.Tensor], torch.Tensor] = torch._conj
 negated: Callable[[torch.Tensor], torch.Tensor] = torch._neg_view

@@ -39,7 +39,7 @@ FAULTS = [
     ("write", "error", errno.ENOSPC),
     ("read", "error", errno.EINTR),
     *((operation, "short_transfer", 0) for operation in ("write", "read")),
-    ("read", "flipped_bit", 0),
+    ("read", "wrong_block", 0),
 ]
 DTYPES = [torch.float32, torch.float64, torch.int64, torch.complex64]
 

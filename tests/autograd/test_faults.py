@@ -23,14 +23,14 @@ CASES = [
     ("write", "short_transfer", 0),
     *(("read", "error", number) for number in (errno.EIO, errno.EINTR)),
     ("read", "short_transfer", 0),
-    ("read", "flipped_bit", 0),
+    ("read", "wrong_block", 0),
 ]
 # Of what stays failing, an operation's other errors go the same way.
 PERSISTENT = [
     ("allocate", "error", errno.ENOSPC),
     ("write", "error", errno.ENOSPC),
     ("read", "error", errno.EIO),
-    ("read", "flipped_bit", 0),
+    ("read", "wrong_block", 0),
 ]
 COUNTED = {}  # how many operations the two steps have, by setup and operation
 
@@ -159,7 +159,7 @@ def test_nth_operation_fails(spilling, operation, kind, number, persistent, is_f
     assert count < OPERATIONS_MAX - 1
     told = [campaign.run(operation, kind, number, nth, persistent) for nth in range(1, count + 1)]
     campaign_counts["faults injected"] += count
-    if kind == "flipped_bit" or (persistent and kind == "error"):
+    if kind == "wrong_block" or (persistent and kind == "error"):
         assert any(told)
     elif not persistent and (kind == "short_transfer" or number == errno.EINTR):
         assert not any(told), "what can be continued is"

@@ -265,7 +265,7 @@ class Walk {
       case 1:
         return inject({Operation::write, Kind::error, nth, ENOSPC});
       case 2:
-        return inject({Operation::read, Kind::flipped_bit, nth});
+        return inject({Operation::read, Kind::wrong_block, nth});
       case 3:
         return inject({Operation::read, Kind::short_transfer, nth});
       default:

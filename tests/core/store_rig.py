@@ -16,7 +16,8 @@ def make_store(tier, directory, schedule="threads", seed=0, device=None, **optio
     lanes = _core.HostDriver(schedule=schedule, seed=seed)
     options.setdefault("slice_bytes", 64 << 10)
     if tier == "direct":
-        return _core.SwapStore.direct(lanes, str(directory), slice_bytes=options["slice_bytes"])
+        given = {name: options[name] for name in ("slice_bytes", "checks_every_byte") if name in options}
+        return _core.SwapStore.direct(lanes, str(directory), **given)
     options.setdefault("host_bytes_max", 1 << 20)
     options.setdefault("slab_bytes", 256 << 10)
     spill_directory = str(directory) if tier == "slab+disk" else ""

@@ -1,6 +1,7 @@
 """CRC32C: every implementation gives the same value, on this processor and, under an emulator, on aarch64."""
 
 import platform
+import random
 import shutil
 import subprocess
 
@@ -12,6 +13,7 @@ from offload import _core
 CHECKS = CSRC.parent / "tests" / "core" / "checksum_checks.cpp"
 CROSS = "aarch64-linux-gnu-g++"
 EMULATOR = "qemu-aarch64"
+BLOCK = 4096  # bytes
 
 
 def run_checks(tmp_path, compiler, *runner):
@@ -29,6 +31,32 @@ def test_known_values():
     assert _core.crc32c(bytes(32)) == 0x8A9136AA
     assert _core.crc32c(b"6789", _core.crc32c(b"12345")) == 0xE3069283
     assert _core.crc32c(b"") == 0
+
+
+def second_line(block):
+    """Where the second cache line begins that is checked in a block."""
+    return (1 + (block * 0x9E3779B97F4A7C15 % 2**64 >> 32) % 63) * 64
+
+
+def test_of_blocks_takes_two_cache_lines_of_each():
+    data, offset = random.Random(0).randbytes(50_000), 3 * BLOCK + 700
+    lines = [BLOCK * block + line for block in range(3, 16) for line in (0, second_line(block))]
+    checked = [data[max(0, line - offset) : max(0, line + 64 - offset)] for line in lines]
+    assert sum(map(len, checked)) == 24 * 64  # no first line of the first block, no second one of the last
+    whole = _core.crc32c_of_blocks(data, offset)
+    assert whole == _core.crc32c(b"".join(checked))
+    for cut in (1, 3395, 3396, 3397, 3459, 3460, 3461, 20_000, 49_999):
+        first = _core.crc32c_of_blocks(data[:cut], offset)
+        assert _core.crc32c_of_blocks(data[cut:], offset + cut, first) == whole
+    assert _core.crc32c_of_blocks(b"", 5, 77) == 77
+
+
+def test_rows_of_whole_blocks_are_not_checked_in_one_column_only():
+    """The beginnings of these rows are equal."""
+    rows = [bytes(2048) + bytes([row]) * 2048 for row in range(32)]
+    swapped = [*rows[16:], *rows[:16]]
+    assert _core.crc32c_of_blocks(b"".join(rows), 0) != _core.crc32c_of_blocks(b"".join(swapped), 0)
+    assert len({second_line(block) for block in range(64)}) > 32
 
 
 @pytest.mark.long

@@ -243,7 +243,7 @@ def test_a_failed_write_is_its_own_blocks(tmp_path, seed):
     assert store.stats()["spill_used_bytes"] == 0
 
 
-@pytest.mark.parametrize("kind", ["error", "flipped_bit"])
+@pytest.mark.parametrize("kind", ["error", "wrong_block"])
 def test_a_failed_read_is_its_own_blocks(tmp_path, kind):
     store = make_store("direct", tmp_path, "stepped", slice_bytes=256 << 10)
     sources = small_sources(store)

@@ -210,7 +210,7 @@ def test_eight_threads_and_one_block_of_memory(tmp_path, spills, is_full, campai
     campaign_counts["blocks through a memory of one"] += sum(done)
 
 
-@pytest.mark.parametrize("kind", ["error", "flipped_bit"])
+@pytest.mark.parametrize("kind", ["error", "wrong_block"])
 def test_one_block_of_memory_and_a_disk_that_fails(tmp_path, kind, campaign_counts):
     """Room that cannot be made is refused with its numbers; a read that fails can be repeated."""
     lanes = _core.HostDriver()

@@ -151,7 +151,7 @@ def test_failed_copy_out_leaves_the_source(tmp_path, kind, schedule):
 
 
 @pytest.mark.parametrize("tier", ["direct", "slab+disk"])
-@pytest.mark.parametrize(("kind", "number"), [("error", errno.EIO), ("flipped_bit", 0), ("error", errno.EINTR)])
+@pytest.mark.parametrize(("kind", "number"), [("error", errno.EIO), ("wrong_block", 0), ("error", errno.EINTR)])
 def test_failed_copy_in_is_typed_and_can_be_repeated(tmp_path, tier, kind, number):
     store = make_store(tier, tmp_path, host_bytes_max=256 << 10)
     generator = np.random.default_rng(0)

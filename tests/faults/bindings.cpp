@@ -31,8 +31,8 @@ Fault fault_named(const std::string& operation, const std::string& kind) {
                                             : throw std::invalid_argument("operation: allocate, write or read");
   fault.kind = kind == "error"            ? Kind::error
                : kind == "short_transfer" ? Kind::short_transfer
-               : kind == "flipped_bit"    ? Kind::flipped_bit
-                                          : throw std::invalid_argument("kind: error, short_transfer or flipped_bit");
+               : kind == "wrong_block"    ? Kind::wrong_block
+                                          : throw std::invalid_argument("kind: error, short_transfer or wrong_block");
   return fault;
 }
 

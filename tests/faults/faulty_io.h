@@ -1,4 +1,5 @@
-// The spill file's I/O with faults: the N-th operation of a kind from now on fails, moves too little or flips a bit.
+// The spill file's I/O with faults: the N-th operation of a kind from now on fails, moves too little or reads a wrong
+// block.
 //
 // A short write is really short: what it says is missing is overwritten in the file, and a short read scribbles over
 // the memory that it says it has not filled.
@@ -18,12 +19,13 @@
 #include <system_error>
 #include <thread>
 
+#include "checksum.h"
 #include "file_io.h"
 
 namespace offload::faults {
 
 enum class Operation { allocate, write, read };
-enum class Kind { error, short_transfer, flipped_bit };
+enum class Kind { error, short_transfer, wrong_block };
 
 struct Fault {
   Operation operation = Operation::write;
@@ -88,7 +90,14 @@ class FaultyIo final : public FileIo {
       if (transfer.writing) scribble(descriptor, transfer.offset + kept, moved - kept);
       return result / 2;
     }
-    if (!transfer.writing) transfer.data[moved / 2] ^= 1;
+    if (!transfer.writing) {
+      // A block in the middle. A transfer that continues a short one may be within a block, where perhaps no byte is
+      // checked: it fails.
+      const size_t first = (kBlockBytes - transfer.offset % kBlockBytes) % kBlockBytes;
+      if (first >= moved) return -EIO;
+      const size_t block = first + (moved - first) / 2 / kBlockBytes * kBlockBytes;
+      for (size_t at = block; at < std::min(moved, block + kBlockBytes); ++at) transfer.data[at] ^= 1;
+    }
     return result;
   }
 

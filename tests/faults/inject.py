@@ -37,7 +37,7 @@ def inject_fault(
 ) -> None:
     """Let the `nth` operation ("allocate", "write", "read") of the file from now on misbehave; 0: none does.
 
-    `kind` is "error" (of `error_number`), "short_transfer" or "flipped_bit". A persistent fault stays.
+    `kind` is "error" (of `error_number`), "short_transfer" or "wrong_block". A persistent fault stays.
     """
     faults().inject(store, operation, kind, nth, error_number, persistent)
 

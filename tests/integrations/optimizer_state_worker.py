@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from live_bytes import Peak
 from optimizer_state.state_rig import assert_equal
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -25,13 +26,21 @@ STEPS = 20
 ON = {"n_tensors": 0, "min_tensor_bytes": 256, "optimizer_state": True}
 
 
+LEAST = {"min_tensor_bytes": 1, "recompute": False}  # with the least limit, the plan has to move state
+
+
+def sharded_blocks():
+    model = make_blocks()
+    for block in model.blocks:
+        fully_shard(block)
+    return fully_shard(model)
+
+
 def train(rank, run, is_moved):
-    inner = make_blocks()
     if run == "fsdp2":
-        for block in inner.blocks:
-            fully_shard(block)
-        model = fully_shard(inner)
+        model = inner = sharded_blocks()
     else:
+        inner = make_blocks()
         model = DistributedDataParallel(inner, bucket_cap_mb=0.01)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     enabled = inner if run == "model" else model
@@ -63,6 +72,84 @@ def train(rank, run, is_moved):
     return [local(p).detach().clone() for p in inner.parameters()], states(optimizer), handle
 
 
+def train_within(rank, limit_bytes):
+    """Return what training comes to, and the handle; None for both and the least limit if there is no plan."""
+    model = sharded_blocks()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    handle = offload.enable(model, memory_limit=limit_bytes, **LEAST) if limit_bytes else None
+    try:
+        for step in range(STEPS):
+            model(batch(100 * rank + step)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    except offload.InfeasibleLimitError as error:
+        handle.disable()
+        return None, None, error.least_limit_bytes
+    return [[local(p).detach().clone() for p in model.parameters()], states(optimizer)], handle, limit_bytes
+
+
+def auto(rank):
+    """A limit that plans can only keep by moving state, with everything else left to the default."""
+    plain, _, _ = train_within(rank, 0)
+    moved, limit_bytes = None, 4096
+    for _ in range(5):  # the least limit is known only after the first update
+        moved, handle, limit_bytes = train_within(rank, limit_bytes)
+        every = torch.tensor(limit_bytes)
+        dist.all_reduce(every, dist.ReduceOp.MAX)
+        limit_bytes = int(every)
+        if moved is not None:
+            break
+    row = str(handle.report().optimizer_state[0])
+    found = {"is_equal": is_same(moved, plain), "moves": bool(handle.plan.state.moved), "row": row}
+    handle.disable()
+    return found
+
+
+def loaded(rank):
+    """A checkpoint in float64, which has to be converted."""
+    model = fully_shard(torch.nn.Sequential(*(torch.nn.Linear(64, 64, bias=False) for _ in range(20))))
+    plain, moved = torch.optim.AdamW(model.parameters()), torch.optim.AdamW(model.parameters())
+    model(batch(rank)).square().mean().backward()
+    plain.step()
+    checkpoint = plain.state_dict()
+    expected = copy.deepcopy(checkpoint["state"])
+    for state in checkpoint["state"].values():
+        state.update({name: value.to(torch.float64) for name, value in state.items() if name != "step"})
+    handle = offload.enable(model, optimizer=moved, **ON)
+    seen = {}
+
+    def look(_, state_dict):
+        value = next(iter(state_dict["state"].values()))["exp_avg"]
+        whole, doubled = value.full_tensor(), value * 2
+        seen["is_whole"] = whole.shape == (64, 64) and torch.equal(whole * 2, doubled.full_tensor())
+        seen["sharded"] = [str(value.placements), type(doubled).__name__, value.to_local().shape[0]]
+
+    peak = Peak()
+    with peak.watch():
+        moved.load_state_dict(checkpoint)
+    kinds = {type(value).__name__ for state in dict.values(moved.state) for value in state.values()}
+    found = {
+        "is_equal": is_same(moved.state_dict()["state"], expected),
+        "moves": moved.state.away_nbytes > 0,
+        "kinds": sorted(kinds),
+        "peak_bytes": peak.nbytes,
+        "bytes": moved.state.nbytes,
+    }
+    moved.register_load_state_dict_pre_hook(look)
+    moved.load_state_dict(checkpoint)
+    found |= seen
+    handle.disable()
+    return found
+
+
+def is_same(first, second):
+    try:
+        assert_equal(first, second)
+    except AssertionError:
+        return False
+    return True
+
+
 def local(tensor):
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
@@ -79,15 +166,12 @@ def main():
     for run in ("model", "wrapper", "no_sync", "fsdp2"):
         *plain, _ = train(dist.get_rank(), run, False)
         *moved, handle = train(dist.get_rank(), run, True)
-        try:
-            assert_equal(moved, plain)
-            is_equal = True
-        except AssertionError:
-            is_equal = False
         [counts] = handle.report().optimizer_state
-        found[run] = {"is_equal": is_equal, "moves": counts.in_bytes > 0, "row": str(counts)}
+        found[run] = {"is_equal": is_same(moved, plain), "moves": counts.in_bytes > 0, "row": str(counts)}
         handle.disable()
         dist.barrier()
+    os.environ["OFFLOAD_THROTTLE"] = "8MB/s"  # without waiting for copies-out, all state would still be in memory
+    found |= {"loaded": loaded(dist.get_rank()), "auto": auto(dist.get_rank())}
     (Path(sys.argv[1]) / str(dist.get_rank())).write_text(json.dumps(found))
     dist.destroy_process_group()
     # fully_shard keeps gloo's threads beyond the group: one at work while the interpreter ends would abort the process.

@@ -167,3 +167,23 @@ def test_the_state_of_fsdp2_moves(outcomes):
     """Of each DTensor, the local tensor."""
     for found in outcomes:
         assert (found["fsdp2"]["is_equal"], found["fsdp2"]["moves"]) == (True, True)
+
+
+@pytest.mark.long
+def test_a_plan_moves_the_state_of_fsdp2(outcomes):
+    for found in outcomes:
+        assert (found["auto"]["is_equal"], found["auto"]["moves"]) == (True, True), found["auto"]["row"]
+
+
+@pytest.mark.long
+def test_sharded_state_is_loaded_one_parameter_at_a_time(outcomes):
+    """In memory are what is being written and the state of the next parameter."""
+    of_one = 2 * 4 * 64 * 64 // 2
+    written = 16 << 10
+    for found in outcomes:
+        loaded = found["loaded"]
+        assert (loaded["is_equal"], loaded["moves"], loaded["kinds"]) == (True, True, ["DTensor", "Tensor"])
+        assert loaded["bytes"] == 20 * of_one
+        assert loaded["is_whole"]
+        assert loaded["sharded"] == ["(Shard(dim=0),)", "DTensor", 32]
+        assert of_one < loaded["peak_bytes"] <= written + of_one + 4096 < loaded["bytes"] / 2

@@ -50,7 +50,7 @@ def test_a_write_that_fails_keeps_the_gradient_in_memory(tmp_path):
     on.off()
 
 
-@pytest.mark.parametrize("kind", ["error", "flipped_bit"])
+@pytest.mark.parametrize("kind", ["error", "wrong_block"])
 def test_a_read_that_fails_once_is_repeated(kind, tmp_path):
     model, optimizer, on = prepared(True, tmp_path)
     inject_fault(store_of(on), "read", kind, 2, errno.EIO)
@@ -59,7 +59,7 @@ def test_a_read_that_fails_once_is_repeated(kind, tmp_path):
     on.off()
 
 
-@pytest.mark.parametrize("kind", ["error", "flipped_bit"])
+@pytest.mark.parametrize("kind", ["error", "wrong_block"])
 def test_a_read_that_fails_names_the_parameter(kind, tmp_path):
     model, optimizer, on = prepared(True, tmp_path)
     store = store_of(on)

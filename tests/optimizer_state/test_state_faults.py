@@ -53,7 +53,7 @@ def test_a_write_that_fails_keeps_the_state_in_memory(tmp_path):
     assert mover.engine.store.stats()["live_tickets"] == 0
 
 
-@pytest.mark.parametrize("kind", ["error", "flipped_bit"])
+@pytest.mark.parametrize("kind", ["error", "wrong_block"])
 def test_a_read_that_fails_once_is_repeated(kind, tmp_path):
     plain, moved, mover = pair("direct", tmp_path)
     inject_fault(mover.engine.store, "read", kind, 2, errno.EIO)
@@ -63,7 +63,7 @@ def test_a_read_that_fails_once_is_repeated(kind, tmp_path):
     mover.close()
 
 
-@pytest.mark.parametrize("kind", ["error", "flipped_bit"])
+@pytest.mark.parametrize("kind", ["error", "wrong_block"])
 def test_a_read_that_fails_names_the_parameter(kind, tmp_path):
     plain, moved, mover = pair("direct", tmp_path)
     before = everything(moved)

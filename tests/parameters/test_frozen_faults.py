@@ -11,7 +11,7 @@ from parameters.frozen_rig import assert_away, assert_equal, away, everything, l
 
 import offload
 
-KINDS = ["error", "flipped_bit"]
+KINDS = ["error", "wrong_block"]
 
 
 def pair(tier, tmp_path):

@@ -13,7 +13,7 @@ from parameters.trained_rig import WAYS, Run, assert_same, engine_of
 
 import offload
 
-KINDS = ["error", "flipped_bit"]
+KINDS = ["error", "wrong_block"]
 
 
 def checkpoint(run):
@@ -40,7 +40,7 @@ def test_a_read_that_fails_is_repeated(kind, way, tmp_path):
     assert_same(moved, plain)
 
 
-@pytest.mark.parametrize("kind", ["error", pytest.param("flipped_bit", marks=pytest.mark.full)])
+@pytest.mark.parametrize("kind", ["error", pytest.param("wrong_block", marks=pytest.mark.full)])
 @pytest.mark.parametrize("when", range(1, 30, 4))
 @pytest.mark.parametrize("way", WAYS)
 def test_a_read_that_goes_on_failing_is_told_and_a_checkpoint_goes_on(kind, when, way, tmp_path):

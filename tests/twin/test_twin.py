@@ -24,6 +24,7 @@ MARKED_GPU = (
     "test_gpu",
     "test_gpu_feed",
     "test_gpu_planned",
+    "test_gpu_reference_steps",
     "test_gpu_store",
     "test_gpu_training",
     "test_gpu_update_room",

@@ -1,0 +1,60 @@
+"""Watches whether the plan that a search ended with still keeps `max_slowdown` (the promise)."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from offload.control.limits import Limits
+
+__all__ = ["Watch"]
+
+
+@dataclass
+class Watch:
+    """Compares the plan's steps with the computation without swapping, now and then.
+
+    Attributes
+    ----------
+    limits
+        `recheck_steps`, `recheck_steps_max`, `measurements_before_judging`, `aim_min`.
+    looks
+        The last comparisons. Each is the slowdown of the plan's latest measured steps relative to a new reference step
+        (a step without slowed computation, `frontier.py`). On an accelerator, if the reference steps that
+        judged the plan kept every tensor, it is relative to their duration instead, and no new one runs.
+    interval
+        A step whose number is a multiple of this is compared.
+    """
+
+    limits: Limits
+    looks: deque[float] = field(init=False)
+    interval: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.looks = deque(maxlen=self.limits.measurements_before_judging)
+        self.interval = self.limits.recheck_steps
+
+    def is_due(self, step: int, max_slowdown: float) -> bool:
+        """Return whether a comparison is due in the step with this number, which begins."""
+        if self.looks and self.looks[-1] > max_slowdown:
+            self.interval = self.limits.recheck_steps
+        return step % self.interval == 0
+
+    def begin(self) -> None:
+        """Note that a comparison begins.
+
+        Doubles the interval, but not at the first comparison. `is_due` sets it back to `recheck_steps` if the last
+        comparison was above `max_slowdown`.
+        """
+        if self.looks:
+            self.interval = min(2 * self.interval, self.limits.recheck_steps_max)
+
+    def is_broken(self, max_slowdown: float) -> bool:
+        """Return whether the plan was too slow in each of the last comparisons.
+
+        Too slow: by more than (2 − `aim_min`) × `max_slowdown`. The search aims at `aim_min` × `max_slowdown` or more:
+        it leaves at most (1 − `aim_min`) × `max_slowdown` for noise. The same is left above `max_slowdown`.
+        """
+        looks = self.looks
+        allowed = (2 - self.limits.aim_min) * max_slowdown
+        return len(looks) == looks.maxlen and all(slowdown > allowed for slowdown in looks)
