@@ -3,6 +3,7 @@
 Arguments: a folder for results, a folder for spill files, what to run ("all" or "kill"). Each rank leaves RESULTS/RANK.
 """
 
+import faulthandler
 import json
 import os
 import signal
@@ -231,6 +232,7 @@ def die_in_the_middle(rank, folder, results):
 
 def main():
     results, folder, what = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
+    faulthandler.dump_traceback_later(480, exit=True)  # a rank that waits for another says where
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank = dist.get_rank()

@@ -4,6 +4,7 @@ Argument: a folder for results. Each rank leaves RESULTS/RANK.
 """
 
 import copy
+import faulthandler
 import json
 import os
 import sys
@@ -73,32 +74,41 @@ def train(rank, run, is_moved):
 
 
 def train_within(rank, limit_bytes):
-    """Return what training comes to, and the handle; None for both and the least limit if there is no plan."""
+    """Return what training comes to, the handle, and the least limit if this rank has no plan within `limit_bytes`.
+
+    A rank without a plan trains on as plain torch does: the other one waits for it in FSDP's collectives.
+    """
     model = sharded_blocks()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     handle = offload.enable(model, memory_limit=limit_bytes, **LEAST) if limit_bytes else None
-    try:
-        for step in range(STEPS):
-            model(batch(100 * rank + step)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    except offload.InfeasibleLimitError as error:
-        handle.disable()
-        return None, None, error.least_limit_bytes
-    return [[local(p).detach().clone() for p in model.parameters()], states(optimizer)], handle, limit_bytes
+    least_bytes = 0
+    for step in range(STEPS):
+        inputs = batch(100 * rank + step)
+        try:
+            loss = model(inputs).square().mean()
+        except offload.InfeasibleLimitError as error:  # raised before anything has run
+            least_bytes = error.least_limit_bytes
+            handle.disable()
+            loss = model(inputs).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [[local(p).detach().clone() for p in model.parameters()], states(optimizer)], handle, least_bytes
 
 
 def auto(rank):
     """A limit that plans can only keep by moving state, with everything else left to the default."""
     plain, _, _ = train_within(rank, 0)
-    moved, limit_bytes = None, 4096
-    for _ in range(5):  # the least limit is known only after the first update
-        moved, handle, limit_bytes = train_within(rank, limit_bytes)
-        every = torch.tensor(limit_bytes)
-        dist.all_reduce(every, dist.ReduceOp.MAX)
-        limit_bytes = int(every)
-        if moved is not None:
+    limit_bytes = 4096 if rank == 0 else 1 << 30  # one rank has no plan where the other has one
+    for _ in range(6):  # the least limit is known only after the first update, and varies with what was measured
+        moved, handle, least_bytes = train_within(rank, limit_bytes)
+        least = torch.tensor(least_bytes)
+        dist.all_reduce(least, dist.ReduceOp.MAX)
+        if not least:
             break
+        assert is_same(moved, plain)
+        limit_bytes = int(least)
+    assert not least, f"no plan within {limit_bytes} bytes"
     row = str(handle.report().optimizer_state[0])
     found = {"is_equal": is_same(moved, plain), "moves": bool(handle.plan.state.moved), "row": row}
     handle.disable()
@@ -159,6 +169,7 @@ def states(optimizer):
 
 
 def main():
+    faulthandler.dump_traceback_later(240, exit=True)  # a rank that waits for another says where
     torch.set_num_threads(1)
     mover.CHUNK_BYTES, mover.AHEAD_BYTES, mover.BEHIND_BYTES = 16 << 10, 32 << 10, 16 << 10
     dist.init_process_group("gloo")
