@@ -24,8 +24,8 @@ constexpr std::array<std::array<uint32_t, 256>, 8> make_tables() {
     tables[0][byte] = crc;
   }
   for (uint32_t byte = 0; byte < 256; ++byte)
-    for (size_t lane = 1; lane < 8; ++lane)
-      tables[lane][byte] = (tables[lane - 1][byte] >> 8) ^ tables[0][tables[lane - 1][byte] & 0xff];
+    for (size_t place = 1; place < 8; ++place)
+      tables[place][byte] = (tables[place - 1][byte] >> 8) ^ tables[0][tables[place - 1][byte] & 0xff];
   return tables;
 }
 
@@ -37,7 +37,7 @@ uint32_t table_update(uint32_t crc, const uint8_t* data, size_t bytes) {
     std::memcpy(&word, data, 8);
     word ^= crc;
     crc = 0;
-    for (size_t lane = 0; lane < 8; ++lane) crc ^= kTables[7 - lane][(word >> (8 * lane)) & 0xff];
+    for (size_t place = 0; place < 8; ++place) crc ^= kTables[7 - place][(word >> (8 * place)) & 0xff];
   }
   for (; bytes > 0; ++data, --bytes) crc = (crc >> 8) ^ kTables[0][(crc ^ *data) & 0xff];
   return crc;
@@ -45,7 +45,7 @@ uint32_t table_update(uint32_t crc, const uint8_t* data, size_t bytes) {
 
 #if defined(__x86_64__) || defined(__aarch64__)
 
-// Product of two polynomials modulo P, reflected: bit 31 is x^0.
+// Product of two polynomials modulo that of `kPolynomial`, reflected: bit 31 is x^0.
 constexpr uint32_t multiply(uint32_t a, uint32_t b) {
   uint32_t product = 0;
   for (int bit = 31; bit >= 0; --bit) {
@@ -179,11 +179,13 @@ Update best_update() {
   return table_update;
 }
 
-// Where the second checked line of a block begins: any line but the first. Neighbours and blocks at usual distances
-// differ: the multiplier is 2^64 divided by the golden ratio.
+// Where the second checked line of a block begins: any line but the first. At no distance up to 4,096 blocks do more
+// than 2.5 % of the pairs have the same line. (A multiplication alone does not mix enough: at some distances nearly all pairs had.)
+// The constants are those of MurmurHash3's 64-bit finalizer.
 uint64_t second_line(uint64_t block) {
-  const uint64_t spread = block * 0x9e3779b97f4a7c15U >> 32;
-  return (1 + spread % (kBlockBytes / kLineBytes - 1)) * kLineBytes;
+  uint64_t mixed = (block ^ block >> 33) * 0xff51afd7ed558ccdU;
+  mixed = (mixed ^ mixed >> 33) * 0xc4ceb9fe1a85ec53U;
+  return (1 + ((mixed ^ mixed >> 33) >> 32) % (kBlockBytes / kLineBytes - 1)) * kLineBytes;
 }
 
 Update update() {

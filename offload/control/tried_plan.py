@@ -9,7 +9,7 @@ from offload.plan import Plan, recomputed, simulate
 
 __all__ = ["TriedPlan", "assumed_seconds"]
 
-_DOUBT_MAX = 0.03  # on a noisy machine, more doubt would let pass what measures far too slow
+_ERROR_MAX = 0.03  # of this more is never subtracted: a noisy machine would accept plans that measure far too slow
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class TriedPlan:
     measured_error
         The standard error of `measured` (`Frontier._error`).
     deviation
-        Standard deviation of the ratio of a step to the reference step beside it.
+        Standard deviation of the ratio of a step to the reference step next to it.
     reference_steps
         Number of reference steps from which `measured` was computed.
     compute_seconds
@@ -31,14 +31,14 @@ class TriedPlan:
     unexplained_seconds
         Measured step time minus the computation time of reference steps, minus the recomputation, waits and hook time
         that the plan predicts. It is taken as the time by which copies and the recording of operators slowed the
-        computation. A plan's predicted recomputation includes an assumed time for recording operators
-        (`recompute_byte_seconds` for each recomputed byte). This part is not subtracted.
+        computation. The predicted recomputation includes an assumed time for the recording of operators
+        (`recompute_byte_seconds` for each recomputed byte); it is subtracted without this assumed time.
     slowdown
         Estimated slowdown, from the measurements of all plans tried so far (`estimate.py`).
     error
         Margin of error of `slowdown`: `Limits.standard_errors` times its standard error.
     keeps_all
-        Whether the device is an accelerator, and the reference steps kept every tensor.
+        Whether the reference steps kept every tensor. False on the CPU.
     """
 
     plan: Plan
@@ -56,10 +56,10 @@ class TriedPlan:
     def slowdown_max(self) -> float:
         """The slowdown plus its margin of error. The plan keeps `max_slowdown` if this is at most `max_slowdown`.
 
-        It is at least the measured slowdown minus its standard error, or minus `_DOUBT_MAX` if the error is larger: a
+        It is at least the measured slowdown minus its standard error, or minus `_ERROR_MAX` if the error is larger: a
         plan that was clearly measured to be too slow is too slow, whatever the estimate says.
         """
-        return max(self.slowdown + self.error, self.measured - min(self.measured_error, _DOUBT_MAX))
+        return max(self.slowdown + self.error, self.measured - min(self.measured_error, _ERROR_MAX))
 
     @property
     def in_words(self) -> str:
@@ -86,7 +86,7 @@ class TriedPlan:
 
 
 def assumed_seconds(plan: Plan, byte_seconds: float) -> float:
-    """Return by how much a plan's step is longer because each recomputed byte is assumed to take `byte_seconds`.
+    """Return the part of the predicted step time that comes from an assumed `byte_seconds` for each recomputed byte.
 
     The result is less than `byte_seconds` × bytes if part of this time passes while the step would wait anyway.
     """

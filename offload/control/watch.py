@@ -1,4 +1,4 @@
-"""Watches whether the plan that a search ended with still keeps `max_slowdown` (the promise)."""
+"""Checks from time to time whether the plan that a search has ended with still keeps `max_slowdown`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["Watch"]
 
 @dataclass
 class Watch:
-    """Compares the plan's steps with the computation without swapping, now and then.
+    """Compares the plan's steps with the computation without swapping, after the search.
 
     Attributes
     ----------
@@ -20,10 +20,10 @@ class Watch:
         `recheck_steps`, `recheck_steps_max`, `measurements_before_judging`, `aim_min`.
     looks
         The last comparisons. Each is the slowdown of the plan's latest measured steps relative to a new reference step
-        (a step without slowed computation, `frontier.py`). On an accelerator, if the reference steps that
-        judged the plan kept every tensor, it is relative to their duration instead, and no new one runs.
+        (a step without slowed computation, `frontier.py`). There is an exception on an accelerator: if the plan was
+        judged by reference steps that kept every tensor, it is compared with those, and no new reference step runs.
     interval
-        A step whose number is a multiple of this is compared.
+        A comparison is due in each step whose number is a multiple of this.
     """
 
     limits: Limits
@@ -35,7 +35,10 @@ class Watch:
         self.interval = self.limits.recheck_steps
 
     def is_due(self, step: int, max_slowdown: float) -> bool:
-        """Return whether a comparison is due in the step with this number, which begins."""
+        """Return whether a comparison is due in the step with this number, which begins.
+
+        Sets the interval back to `recheck_steps` if the last comparison was above `max_slowdown`.
+        """
         if self.looks and self.looks[-1] > max_slowdown:
             self.interval = self.limits.recheck_steps
         return step % self.interval == 0
@@ -43,8 +46,7 @@ class Watch:
     def begin(self) -> None:
         """Note that a comparison begins.
 
-        Doubles the interval, but not at the first comparison. `is_due` sets it back to `recheck_steps` if the last
-        comparison was above `max_slowdown`.
+        Doubles the interval, but not at the first comparison.
         """
         if self.looks:
             self.interval = min(2 * self.interval, self.limits.recheck_steps_max)
@@ -52,8 +54,8 @@ class Watch:
     def is_broken(self, max_slowdown: float) -> bool:
         """Return whether the plan was too slow in each of the last comparisons.
 
-        Too slow: by more than (2 − `aim_min`) × `max_slowdown`. The search aims at `aim_min` × `max_slowdown` or more:
-        it leaves at most (1 − `aim_min`) × `max_slowdown` for noise. The same is left above `max_slowdown`.
+        Too slow means above `max_slowdown` by more than (1 − `aim_min`) × `max_slowdown`. The search leaves at most as
+        much below `max_slowdown`, for noise.
         """
         looks = self.looks
         allowed = (2 - self.limits.aim_min) * max_slowdown

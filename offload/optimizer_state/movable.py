@@ -1,4 +1,4 @@
-"""The optimizer state that a plan may move, in chunks. `StateMovers` lists it for the planner."""
+"""The optimizer state that a plan may move, in chunks. `StateMovers` passes them to the planner."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from offload.optimizer_state import mover as one
+from offload.optimizer_state import mover as mover_module
 from offload.optimizer_state.chunks import split
 from offload.optimizer_state.mover import StateMover
 from offload.optimizer_state.state_tensor import is_movable
@@ -16,9 +16,9 @@ from offload.torch_compat.tensors import local_of
 
 __all__ = ["MovableChunk", "movable_chunks", "params_of", "streamed_state"]
 
-# The planner gets the state of an optimizer in chunks of up to 1/512 of it, or up to CHUNK_BYTES if that is more. A
-# parameter with more state is a chunk of its own. All state is one chunk if the optimizer's step cannot be divided.
-_CHUNKS_MAX = 512
+# A chunk has at most this share of an optimizer's movable state, or CHUNK_BYTES if that is more. A parameter with more
+# state is a chunk of its own. All state is one chunk if the optimizer's update cannot be divided: it is in memory then.
+_CHUNK_SHARE = 1 / 512
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class MovableChunk:
     name
         Names of the first and the last parameter.
     is_moved
-        Whether the state leaves memory now.
+        Whether the present plan moves the state out. Decided for the first of the parameters.
     """
 
     params: tuple[Tensor, ...]
@@ -57,8 +57,9 @@ def movable_chunks(mover: StateMover, min_nbytes: int, names: Mapping[int, str])
     `names`: names of parameters, by identity.
     """
     sizes = {param: nbytes for param in params_of(mover) if (nbytes := _movable_nbytes(mover, param, min_nbytes))}
-    every_bytes = sum(sizes.values())  # if a step cannot be divided, all state is in memory during it
-    nbytes_max = every_bytes if mover.counts.whole_steps else max(one.CHUNK_BYTES, every_bytes // _CHUNKS_MAX)
+    total_bytes = sum(sizes.values())
+    share_bytes = max(mover_module.CHUNK_BYTES, int(_CHUNK_SHARE * total_bytes))
+    nbytes_max = total_bytes if mover.counts.whole_steps else share_bytes
     for params in split(sizes, sizes.__getitem__, nbytes_max):
         ends = (params[0], params[-1]) if len(params) > 1 else (params[0],)
         name = " … ".join(names.get(id(each), f"a parameter of shape {list(each.shape)}") for each in ends)
@@ -80,13 +81,13 @@ def streamed_state(mover: StateMover) -> StreamedState | None:
 
 
 def _movable_nbytes(mover: StateMover, param: Tensor, min_nbytes: int) -> int:
-    """Return the bytes of one parameter's state that are away or are known to be able to leave."""
+    """Return the bytes of one parameter's state that have been moved out, or that could be."""
     optimizer, streamed = mover.optimizer, streamed_state(mover)
     assert optimizer is not None  # it has this parameter
     if streamed is not None and param in mover.share:  # all that can leave has left
         return sum(each.nbytes for each in streamed.tensors.get(param, ()) if each.is_away)
     state = dict.get(optimizer.state, param)
-    if not isinstance(state, dict) or mover.counts.stays not in ("", one.STAYS_BY_PLAN):
+    if not isinstance(state, dict) or mover.counts.stays not in ("", mover_module.STAYS_BY_PLAN):
         return 0
     away = {id(each.tensor): each for each in streamed.tensors.get(param, ())} if streamed is not None else {}
     nbytes = 0

@@ -348,7 +348,7 @@ class StateMover:
             split(step.params, lambda param: state.nbytes_of(param) or 2 * local_of(param).nbytes, CHUNK_BYTES)
         )
         begun = done = need = 0
-        self.early.drop(state, used=step.params)
+        self.early.drop(state, needed=step.params)
         try:
             for number, chunk in enumerate(chunks or [[]]):  # a step without gradients may still change counters
                 begun = read_ahead(state, chunks, number, begun, AHEAD_BYTES)

@@ -10,7 +10,7 @@ from functools import partial
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from offload.optimizer_state import mover as one
+from offload.optimizer_state import mover as mover_module
 from offload.optimizer_state.counts import GradientCounts, StateCounts
 from offload.optimizer_state.divisible import why_it_stays
 from offload.optimizer_state.gradient_mover import GradientMover
@@ -275,9 +275,9 @@ class StateMovers:
 
         If an optimizer steps in backward, this includes the state read ahead and that of the parameter being updated.
         """
-        nbytes_max = one.BEHIND_BYTES
+        nbytes_max = mover_module.BEHIND_BYTES
         if self.steps_in_backward:
-            nbytes_max += sum(one.AHEAD_BYTES + mover.largest_bytes for mover in self._alive())
+            nbytes_max += sum(mover_module.AHEAD_BYTES + mover.largest_bytes for mover in self._alive())
         return nbytes_max
 
     @property

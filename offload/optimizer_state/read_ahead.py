@@ -1,4 +1,4 @@
-"""Starts the copy-ins of optimizer state before the update that needs it: during the step, or in backward already."""
+"""Starts copy-ins of optimizer state before an update needs them: in `optimizer.step()`, or already in backward."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ __all__ = ["EarlyReads", "read_ahead"]
 def read_ahead(
     state: StreamedState, chunks: Sequence[Sequence[Tensor]], number: int, begun: int, ahead_bytes: int
 ) -> int:
-    """Start the copy-ins of a chunk and the next, and of later ones until `ahead_bytes` are being read ahead.
+    """Start the copy-ins of chunk `number` and of the next one, and of later ones up to `ahead_bytes`.
+
+    The limit is for the chunks after `number` together, and is exceeded by at most one chunk.
 
     Parameters
     ----------
@@ -29,7 +31,7 @@ def read_ahead(
     Returns
     -------
     int
-        The number of chunks whose copy-ins have been started now.
+        `begun` plus the number of chunks whose copy-ins this call has started.
     """
 
     def nbytes_of(param: Tensor) -> int:
@@ -51,45 +53,49 @@ class EarlyReads:
     Parameters
     ----------
     counts
-        Counts the bytes that a step has used.
+        `early_bytes` counts the bytes that were read in backward and that an update has used.
 
     Attributes
     ----------
     expected
-        The parameters that the next step is expected to update, in order: those of the latest step in chunks.
+        The parameters that the next update is expected to change, in order: those of the latest update in chunks.
     nbytes
-        Bytes that have been read in backward and that no step has used yet.
+        Bytes that have been read in backward and that no update has used yet.
     """
 
     def __init__(self, counts: StateCounts) -> None:
         self.expected: Sequence[Tensor] = ()
         self.nbytes = 0
         self._counts = counts
-        self._begun: dict[Tensor, int] = {}  # bytes by parameter, until a step has used its state
-        self._stream: int | None = None  # the stream of the latest step
+        self._begun: dict[Tensor, int] = {}  # bytes by parameter, until an update has used its state
+        self._stream: int | None = None  # the stream of the latest update
 
     def begin(self, state: StreamedState, param: Tensor) -> bool:
-        """Start the copy-ins of a parameter's state. Returns False if no memory is free for them."""
+        """Start the copy-ins of a parameter's state. Returns False if no memory is free for them.
+
+        Does nothing if they have been started, or if the current stream is not that of the latest update: an update on
+        another stream would have to read the state again.
+        """
         if param in self._begun or state.engine.current_stream() != self._stream:
-            return True  # on another stream, the step would have to read it again
-        self._begun[param] = nbytes = state.nbytes_of(param)
-        self.nbytes += nbytes
+            return True
+        self._begun[param] = 0  # before `begin`: if it fails, some of the copy-ins have to be abandoned
         try:
-            state.begin(param)
+            self._begun[param] = nbytes = state.begin(param)
         except (MemoryError, torch.OutOfMemoryError):
             self._counts.without_memory += 1
             return False
+        self.nbytes += nbytes
         return True
 
     def use(self, param: Tensor) -> None:
-        """Note that a step uses a parameter's state."""
+        """Note that an update uses a parameter's state."""
         nbytes = self._begun.pop(param, 0)
         self.nbytes -= nbytes
         self._counts.early_bytes += nbytes
 
-    def drop(self, state: StreamedState | None, used: Iterable[Tensor] = ()) -> None:
-        """Free the memory of copy-ins that no step has used, except those of the parameters in `used`."""
-        kept = set(map(id, used)) if self._begun else ()
+    def drop(self, state: StreamedState | None, needed: Iterable[Tensor] = ()) -> None:
+        """Free the memory of unused copy-ins, but not of those of `needed`: the update that begins uses them."""
+        kept = set(map(id, needed)) if self._begun else ()
         for param in [each for each in self._begun if id(each) not in kept]:
             if state is not None:
                 state.abandon(param)
@@ -98,6 +104,6 @@ class EarlyReads:
         self.nbytes = sum(self._begun.values())
 
     def end(self, state: StreamedState, updated: Sequence[Tensor]) -> None:
-        """End a step that has updated these parameters."""
+        """End an update of these parameters."""
         self.expected, self._stream = updated, state.engine.current_stream()
         self.drop(state)

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
-from offload.optimizer_state import mover as one
+from offload.optimizer_state import mover as mover_module
 from offload.optimizer_state.mover import StateMover
 
 __all__ = ["StateInTurn"]
@@ -60,7 +60,7 @@ class StateInTurn:
     def _read_ahead(self, place: int) -> None:
         self._next = max(self._next, place + 1)
         ahead = sum(self._ahead.values())
-        while self._next < len(self._order) and ahead < one.AHEAD_BYTES:
+        while self._next < len(self._order) and ahead < mover_module.AHEAD_BYTES:
             param = self._order[self._next]
             self._next += 1
             nbytes = self._mover.begin(param)

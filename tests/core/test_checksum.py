@@ -5,6 +5,7 @@ import random
 import shutil
 import subprocess
 
+import numpy as np
 import pytest
 from twin.build import CSRC, WARNINGS
 
@@ -35,14 +36,16 @@ def test_known_values():
 
 def second_line(block):
     """Where the second cache line begins that is checked in a block."""
-    return (1 + (block * 0x9E3779B97F4A7C15 % 2**64 >> 32) % 63) * 64
+    mixed = (block ^ block >> 33) * 0xFF51AFD7ED558CCD % 2**64
+    mixed = (mixed ^ mixed >> 33) * 0xC4CEB9FE1A85EC53 % 2**64
+    return (1 + ((mixed ^ mixed >> 33) >> 32) % 63) * 64
 
 
 def test_of_blocks_takes_two_cache_lines_of_each():
     data, offset = random.Random(0).randbytes(50_000), 3 * BLOCK + 700
     lines = [BLOCK * block + line for block in range(3, 16) for line in (0, second_line(block))]
     checked = [data[max(0, line - offset) : max(0, line + 64 - offset)] for line in lines]
-    assert sum(map(len, checked)) == 24 * 64  # no first line of the first block, no second one of the last
+    assert sum(map(len, checked)) == 23 * 64  # none of the first block, no second one of the last
     whole = _core.crc32c_of_blocks(data, offset)
     assert whole == _core.crc32c(b"".join(checked))
     for cut in (1, 3395, 3396, 3397, 3459, 3460, 3461, 20_000, 49_999):
@@ -56,7 +59,13 @@ def test_rows_of_whole_blocks_are_not_checked_in_one_column_only():
     rows = [bytes(2048) + bytes([row]) * 2048 for row in range(32)]
     swapped = [*rows[16:], *rows[:16]]
     assert _core.crc32c_of_blocks(b"".join(rows), 0) != _core.crc32c_of_blocks(b"".join(swapped), 0)
-    assert len({second_line(block) for block in range(64)}) > 32
+
+
+def test_rows_of_any_length_are_checked_in_many_columns():
+    lines = np.array([second_line(block) for block in range(1 << 14)])
+    assert set(lines.tolist()) == set(range(64, BLOCK, 64))
+    for blocks in range(1, 4097):  # a row
+        assert (lines[:-blocks] == lines[blocks:]).mean() < 0.025
 
 
 @pytest.mark.long

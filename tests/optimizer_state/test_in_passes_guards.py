@@ -25,12 +25,12 @@ GUARDS = {
     "state for an update that does not come is freed": (
         MicroBatches,
         memory_as_planned,
-        *(EarlyReads, "drop", lambda self, state, used=(): None),
+        *(EarlyReads, "drop", lambda self, state, needed=(): None),
     ),
     "state of a parameter without gradient is freed": (
         UnusedLater,
         bits_are_equal,
-        *(EarlyReads, "drop", lambda self, state, used=(): None if used else DROP(self, state)),
+        *(EarlyReads, "drop", lambda self, state, needed=(): None if needed else DROP(self, state)),
     ),
     "a step that differs waits for what is written": (
         Deviates,
