@@ -197,7 +197,7 @@ void register_step(py::module_& module) {
              if (!copies.act(node)) throw py::error_already_set();
            })
       .def("call_at",
-           [](StepCopies& copies, std::vector<StepCopies::Call> calls, py::object callback) {
+           [](StepCopies& copies, std::vector<StepCopies::CallPoint> calls, py::object callback) {
              copies.call_at(std::move(calls), Owned(callback.release().ptr()));
            })
       .def("rewind", &StepCopies::rewind)

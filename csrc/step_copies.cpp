@@ -22,10 +22,10 @@ bool wait_copied_in(PyObject* storage) {
 
 }  // namespace
 
-StepCopies::StepCopies(std::shared_ptr<ScheduleCursor> of, std::shared_ptr<Gauge> prefetched,
+StepCopies::StepCopies(std::shared_ptr<ScheduleCursor> step_cursor, std::shared_ptr<Gauge> prefetched,
                        std::shared_ptr<Gauge> without_memory)
-    : cursor(std::move(of)), prefetched_(std::move(prefetched)), without_memory_(std::move(without_memory)) {
-  look_ahead();
+    : cursor(std::move(step_cursor)), prefetched_(std::move(prefetched)), without_memory_(std::move(without_memory)) {
+  update_next_due();
 }
 
 bool StepCopies::add(int64_t pack_index, PyObject* storage, PyObject* source) {
@@ -69,7 +69,7 @@ Owned StepCopies::find(int64_t pack_index) const {
 
 bool StepCopies::act(int64_t node) {
   const bool done = run_due(node);
-  look_ahead();
+  update_next_due();
   return done;
 }
 
@@ -92,14 +92,14 @@ bool StepCopies::run_due(int64_t node) {
   return true;
 }
 
-void StepCopies::call_at(std::vector<Call> calls, Owned callback) {
+void StepCopies::call_at(std::vector<CallPoint> calls, Owned callback) {
   calls_ = std::move(calls);
   callback_ = std::move(callback);
   next_call_ = 0;
-  look_ahead();
+  update_next_due();
 }
 
-bool StepCopies::make_calls(const Call& end) {
+bool StepCopies::make_calls(const CallPoint& end) {
   while (next_call_ < calls_.size() && calls_[next_call_] < end) {
     const Owned place(PyLong_FromSize_t(next_call_++));  // incremented first: the call may run Python code that acts
     if (!place || !Owned(PyObject_CallOneArg(callback_.get(), place.get()))) return false;
@@ -126,10 +126,10 @@ void StepCopies::rewind(int64_t node) {
   const auto found =
       std::find_if(prefetches.begin(), prefetches.end(), [node](const DueCopy& due) { return due.use >= node; });
   next_prefetch_ = static_cast<size_t>(found - prefetches.begin());
-  look_ahead();
+  update_next_due();
 }
 
-void StepCopies::look_ahead() {
+void StepCopies::update_next_due() {
   const PackTable& table = cursor->table();
   int64_t due = std::numeric_limits<int64_t>::max();
   if (next_release_ < table.releases.size()) due = table.releases[next_release_].node;

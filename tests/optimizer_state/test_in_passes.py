@@ -169,6 +169,21 @@ def test_where_no_memory_is_free_the_update_reads(tmp_path, wide_overlap, monkey
     disable(loop)
 
 
+def test_what_was_not_read_early_does_not_count(tmp_path, wide_overlap, monkeypatch):
+    begin = EarlyReads.begin
+
+    def refusing(self, state, param):
+        with mock.patch.object(StateTensor, "begin", side_effect=MemoryError):
+            return begin(self, state, param)
+
+    monkeypatch.setattr(EarlyReads, "begin", refusing)
+    loop, _ = train(planned(loops.Loop, "64MiB"), tmp_path)
+    (counts,) = loop.handle.report().optimizer_state
+    assert counts.without_memory > 0
+    assert counts.early_bytes == 0
+    disable(loop)
+
+
 def test_an_evaluation_begins_with_little_state_in_memory(tmp_path, monkeypatch, reasons):
     """Copy-outs that no step waits for any more would hold their sources until training goes on."""
     monkeypatch.setattr(StatePlanner, "_moved_by_others", lambda self, planned: 99)

@@ -90,7 +90,7 @@ def test_no_moment_needs_more_memory_than_without_overlap():
 
 PEAKS = overlap_module._Room._peaks
 BROKEN = {
-    "what fits is not checked": ("_Room.has", lambda room, away: True),
+    "what fits is not checked": ("_Room.fits", lambda room, away: True),
     "the update is not checked": ("_Room._peaks", lambda room, away: (PEAKS(room, away)[0], 0)),
 }
 
@@ -117,7 +117,7 @@ def test_the_time_is_that_of_the_second_period():
         assert overlap.timing.seconds == pytest.approx(max(finish[2 * period - 1] - finish[period - 1], copies))
         limit = max(resident_bytes(plan.trace, plan.swaps))
         assert cycle_bound(plan.trace, limit, plan.link, update) <= overlap.timing.seconds * (1 + 1e-9)
-        assert overlap.timing.seconds < overlap.fixed_timing.seconds
+        assert overlap.timing.seconds < overlap.baseline_timing.seconds
 
 
 def test_there_are_none_without_moved_state_or_for_less_than_the_noise():
@@ -128,7 +128,7 @@ def test_there_are_none_without_moved_state_or_for_less_than_the_noise():
         case = random_case(seed)
         overlap = state_overlap(*case, noise=0.0)
         if overlap is not None:
-            gain = 1 - overlap.timing.seconds / overlap.fixed_timing.seconds
+            gain = 1 - overlap.timing.seconds / overlap.baseline_timing.seconds
             gains.append(gain)
             assert (state_overlap(*case, noise=0.05) is None) == (gain <= 0.05)
     assert min(gains) < 0.05 < max(gains)

@@ -85,7 +85,7 @@ def test_state_that_is_copied_in_both_passes_costs_less(share, monkeypatch):
     assert training.counts.early_bytes > 0
     assert "of it in backward" in str(training.counts)
     assert training.peak_bytes <= limit
-    predicted = training.overlap.timing.seconds, training.overlap.fixed_timing.seconds
+    predicted = training.overlap.timing.seconds, training.overlap.baseline_timing.seconds
     assert (max(training.cycles), max(fixed.cycles)) == pytest.approx(predicted, rel=0.06)
     assert max(training.cycles) < 0.96 * min(fixed.cycles)
 
