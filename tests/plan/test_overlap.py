@@ -109,7 +109,7 @@ def test_the_time_is_that_of_the_second_period():
         overlap = state_overlap(plan, update, moved, counted, held, noise=0.0)
         if overlap is None:
             continue
-        away = overlap_module._away(update, moved, len(plan.trace.nodes), overlap)
+        away = overlap_module._schedule_of(update, moved, len(plan.trace.nodes), overlap)
         whole, every = unrolled(plan.trace, plan.swaps, update, away, 2)
         finish = naive.timing(whole, every, plan.link.out_bandwidth, plan.link.in_bandwidth, 0.0)[2]
         period = 9 + len(plan.trace.nodes)
