@@ -1,7 +1,8 @@
-"""The automatic mode: profiles each signature's first step and makes a plan; makes another if steps differ from it.
+"""The automatic mode: profiles each signature's first step, and plans the next ones.
 
-A signature is the shapes and kinds of a step's inputs. Each signature is in one of the phases of `phase.py`. At the
-start of each step the session calls `observer`. The step's hooks report to the object that it returns.
+It profiles again if a step saves other tensors, and plans again if durations differ from the plan. A signature is the
+shapes and kinds of a step's inputs; each is in one of the phases of `phase.py`. At the start of each step the session
+calls `observer`. The step's hooks report to the object that it returns.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from torch import nn
 
 from offload.control.limits import LIMITS, Limits
 from offload.control.own_copies import OwnCopies
-from offload.control.phase import Phase, SignatureState, larger_plan
-from offload.control.planned_step import PlannedStep, most
+from offload.control.phase import Phase, SignatureState, larger_signature
+from offload.control.planned_step import PlannedStep
 from offload.control.profile_listener import ProfileListener, tell_profile
 from offload.control.promise import SlowdownPromise
 from offload.control.regions import CompiledRegions
@@ -59,16 +60,14 @@ class PlanController:
     held
         Returns the bytes of model, gradients and optimizers before a step, and how many of them are not on the device.
     make_trial
-        Begins a trial step, which runs each recomputation recipe once and checks that its result is bit-identical. If
-        no trial can run, returns the reason.
+        Begins a trial step, which runs each recipe once and compares the bits; or returns why no trial can run.
     regions
         The compiled submodules of the model.
     on_profile
         Called with every profile before it is planned.
     plan_state
-        Called for each plan. With ``optimizer_state="auto"`` it chooses which optimizer state leaves memory. If no
-        plan keeps the limit, it adds to the error how much memory optimizer state takes, and how much can be freed.
-        `plan_state` is None if no optimizer state can move.
+        Called for each plan; None if no optimizer state can move. Chooses which state does, and adds to the error of an
+        infeasible limit how much memory it takes, and how much of that can be freed.
     """
 
     def __init__(
@@ -128,12 +127,11 @@ class PlanController:
             state = self._state(signature)
             planned = state.planned
             if planned is None:
-                larger = larger_plan(self._states, signature, state, self._limits.borrow_from)
-                if larger is None:
-                    return self._record(state, model, held())
-                return self._borrow(state, signature, larger, model, held)
-            if 0 < planned.incomplete_profiles < self._limits.incomplete_profiles:
-                return self._record(state, model, held())  # the last profile lacks the step's temporaries
+                lender = larger_signature(self._states, signature, state, self._limits.borrow_from)
+                if lender is not None:
+                    return self._borrow(state, signature, lender, model, held)
+            if planned is None or planned.lacks_temporaries:
+                return self._record(state, model, held())
             if planned.trial is not None and not planned.trial.is_as_recorded:
                 self.regions.repeat_trial(planned)
                 self.forget(signature)
@@ -143,24 +141,23 @@ class PlanController:
             if self.regions.choose(planned, partial(device_bytes, self._engine.device)):
                 return self._record_anew(state, signature, model, held())
             self._judge(state, planned, held)
-            if state.phase is not Phase.PLANNING:
-                return self._follow(signature, state, planned)
-            try:
-                self._plan(planned, held())
-            except InfeasibleLimitError:
-                if not self.regions.are_given_up(None):
-                    raise
-                return self._record_anew(state, signature, model, held())
-            if self.regions.are_given_up(planned.plan):
-                return self._record_anew(state, signature, model, held())
-            state.enter(Phase.MEASURING)
-            return self._trials.begin_due(state, planned, model) or self._follow(signature, state, planned)
+            if state.phase is Phase.PLANNING:
+                try:
+                    self._plan(planned, held())
+                except InfeasibleLimitError:
+                    if not self.regions.are_given_up(None):
+                        raise
+                    return self._record_anew(state, signature, model, held())
+                if self.regions.are_given_up(planned.plan):
+                    return self._record_anew(state, signature, model, held())
+                state.enter(Phase.MEASURING)
+            due = None if planned.plan_steps else self._trials.begin_due(state, planned, model)
+            return due or self._follow(signature, state, planned)
 
     def needs_hooks(self, signature: object) -> bool:
         """Return False if steps need no hooks and enough of them have been measured.
 
-        Even then one step in `recheck_steps` needs hooks. With a limit every step needs them: a step that differs from
-        the recorded one is then noticed at once.
+        Even then one step in `recheck_steps` needs them. With a limit every step does: deviations are noticed at once.
         """
         with self._lock:
             state = self._states.get(signature)
@@ -169,9 +166,7 @@ class PlanController:
             return state.planned.steps % self._limits.recheck_steps == 0
 
     def _state(self, signature: object) -> SignatureState:
-        state = self._states.get(signature)
-        if state is None:
-            state = self._states[signature] = SignatureState()
+        state = self._states.setdefault(signature, SignatureState())
         self._states.move_to_end(signature)
         while len(self._states) > self._limits.signatures:
             oldest = self._states.popitem(last=False)[1]
@@ -185,9 +180,8 @@ class PlanController:
             profiler.rounds_since += 1
             if profiler.rounds_since > self._limits.pending_steps:
                 profiler.stop()  # its backward is no longer expected
-        if state.phase is Phase.ON_DEMAND:
-            return SwapOnDemand()
-        if state.profiler is not None and state.profiler.rounds_since <= self._limits.pending_steps:
+        is_pending = state.profiler is not None and state.profiler.rounds_since <= self._limits.pending_steps
+        if is_pending or state.phase is Phase.ON_DEMAND:
             return SwapOnDemand()
         state.enter(Phase.PROFILING)
         self._counts.profiled_steps += 1
@@ -206,16 +200,18 @@ class PlanController:
         """Change the phase if measurements, a trial, memory in use or an optimizer's first update require it."""
         limit_bytes = self._options.memory_limit
         is_outdated = self._promise.is_outdated(planned)
-        if state.phase in (Phase.STEADY, Phase.UNHOOKED) and not (planned.executors or is_outdated):  # nothing to read
-            if limit_bytes is not None and planned.exceeds(limit_bytes, held()):
-                state.enter(Phase.PLANNING, _MORE_HELD)
-            return
-        planned.read_measurements(self._counts)
-        planned.read_trial(self._counts, cheap=self._options.recompute == "cheap")
+        is_steady = state.phase in (Phase.STEADY, Phase.UNHOOKED)
+        has_news = bool(planned.executors) or planned.is_unjudged or is_outdated or not is_steady
+        if has_news:
+            planned.read_measurements(self._counts)
+            planned.read_trial(self._counts, cheap=self._options.recompute == "cheap")
+            planned.is_unjudged = False
         if planned.plan is None:
             state.enter(Phase.PLANNING)
         elif limit_bytes is not None and planned.exceeds(limit_bytes, held()):
             state.enter(Phase.PLANNING, _MORE_HELD)
+        elif not has_news:
+            return
         elif is_outdated:
             state.enter(Phase.PLANNING, "an optimizer has made its first update")
         elif state.phase is Phase.TRIAL:
@@ -228,6 +224,8 @@ class PlanController:
             state.enter(Phase.MEASURING)
         elif planned.is_measured or not self._measures(state, planned):
             self._promise.release_pinned()
+            if not is_steady:
+                self._return_blocks()  # the search may have ended with another plan
             state.enter(Phase.STEADY if self._promise.needs_hooks(planned) else Phase.UNHOOKED)
 
     def _follow(self, signature: object, state: SignatureState, planned: PlannedStep) -> StepObserver:
@@ -264,11 +262,12 @@ class PlanController:
         limit_bytes = self._options.memory_limit
         if limit_bytes is not None and planned.exceeds(limit_bytes, held):
             planned.search_again()
-        planned.held = most(planned.held, held)
+        before, planned.held = planned.held, planned.held.raised_to(held)
         try:
             plan = self._promise.plan(planned)
         except InfeasibleLimitError as error:  # kept without its traceback, whose frames hold tensors
             planned.refusal = copy(error)
+            planned.held = before  # a plan that was made for it stays: `exceeds` compares with it in the next step
             raise
         planned.follow(plan, limit_bytes)
         self._latest = planned
@@ -287,12 +286,14 @@ class PlanController:
         self._blocks.return_at_once(wanted=False)
 
     def _borrow(
-        self, state: SignatureState, signature: object, larger: PlannedStep, model: nn.Module, held: HeldBefore
+        self, state: SignatureState, signature: object, lender: SignatureState, model: nn.Module, held: HeldBefore
     ) -> StepObserver:
-        limit_bytes = self._options.memory_limit
+        limit_bytes, larger = self._options.memory_limit, lender.planned
+        assert larger is not None
         if larger.plan is None or (limit_bytes is not None and larger.exceeds(limit_bytes, held())):
             try:
                 self._plan(larger, held())
+                lender.enter(Phase.MEASURING)
             except InfeasibleLimitError:  # the larger step has no plan within the limit; this step may have one
                 if self.regions.are_given_up(None):
                     return self._record_anew(state, signature, model, held())
@@ -352,11 +353,11 @@ class PlanController:
             if profile.trace.tensors:
                 swap_seconds = measured.hook_seconds / len(profile.trace.tensors)
                 link = replace(link, swap_seconds=min(swap_seconds, self._limits.swap_seconds_max))
-        before = state.planned.incomplete_profiles if state.planned is not None else 0
-        incomplete = 0 if profile.knows_temporaries else before + 1
+        before = state.planned
+        incomplete = 0 if profile.knows_temporaries else 1 + (before.incomplete_profiles if before else 0)
         held = profile.held
         if self._on_profile is not None:  # `tell_profile` reads `planned.held` now; `_plan` updates it only later
-            held = most(held, self._held_before(signature))
+            held = held.raised_to(self._held_before(signature))
         planned = PlannedStep(self._limits, profile, link, held, signature, incomplete)
         self._latest = state.planned = planned
         state.enter(Phase.PLANNING)
@@ -379,20 +380,19 @@ class PlanController:
     def main(self) -> PlannedStep | None:
         """The `PlannedStep` with the largest number of steps; in a tie, the one used last."""
         with self._lock:
-            planned = [state.planned for state in reversed(self._states.values()) if state.planned is not None]
+            planned = [each.planned for each in reversed(self._states.values()) if each.planned is not None]
         return max(planned, key=lambda each: each.steps, default=None)
 
     @property
     def gives_up(self) -> bool:
-        """Whether some signature follows no plan because its steps keep deviating from the recorded one."""
+        """Whether the steps of some signature follow no plan because they keep deviating."""
         return any(state.phase is Phase.ON_DEMAND for state in self._states.values())
 
     @property
     def why_nothing_recomputed(self) -> str:
         """Why no trial step could run for `main`, or why no compiled submodule is recomputed; empty otherwise."""
-        planned = self.main
-        own = planned.recipes.reason if planned is not None and planned.recipes is not None else ""
-        return own or self.regions.reason
+        recipes = planned.recipes if (planned := self.main) is not None else None
+        return (recipes.reason if recipes is not None else "") or self.regions.reason
 
     @property
     def knows_temporaries(self) -> bool:

@@ -23,7 +23,7 @@ from offload.control.planned_step import PlannedStep
 from offload.control.signature import Signature
 from offload.profiling.profiler import Profiler
 
-__all__ = ["Phase", "SignatureState", "larger_plan"]
+__all__ = ["Phase", "SignatureState", "larger_signature"]
 
 log = logging.getLogger("offload")
 
@@ -81,12 +81,14 @@ class SignatureState:
             self.enter(Phase.ON_DEMAND, "steps keep deviating from the recorded one")
 
 
-def larger_plan(
+def larger_signature(
     states: Mapping[object, SignatureState], signature: object, state: SignatureState, borrow_from: int
-) -> PlannedStep | None:
-    """Return the latest plan of a signature with inputs at least as large in every dimension; None if there is none.
+) -> SignatureState | None:
+    """Return the signature used last, with a profile, whose inputs are at least as large in every dimension.
 
-    A smaller step that follows this plan keeps the memory limit too. So if sequence lengths vary from step to step, not
+    None if there is none.
+
+    A smaller step that follows its plan keeps the memory limit too. So if sequence lengths vary from step to step, not
     every length has to be profiled.
 
     Parameters
@@ -98,8 +100,10 @@ def larger_plan(
     borrow_from
         Number of signatures that must have a profile before a new one may use the plan of a larger one.
     """
-    planned = [(other, each.planned) for other, each in states.items() if each.planned is not None]
-    if len(planned) < borrow_from or state.deviations or not isinstance(signature, Signature):
+    profiled = [(other, each) for other, each in states.items() if each.planned and not each.planned.lacks_temporaries]
+    if len(profiled) < borrow_from or state.deviations or not isinstance(signature, Signature):
         return None
-    fitting = (each for other, each in reversed(planned) if isinstance(other, Signature) and signature.is_within(other))
+    fitting = (
+        each for other, each in reversed(profiled) if isinstance(other, Signature) and signature.is_within(other)
+    )
     return next(fitting, None)

@@ -27,7 +27,7 @@ from offload.runtime.executor import Measured
 from offload.runtime.schedule import Schedule, planned_schedule, serial_schedule
 from offload.units import format_seconds
 
-__all__ = ["KnownOverlap", "PlannedStep", "most"]
+__all__ = ["KnownOverlap", "PlannedStep"]
 
 log = logging.getLogger("offload")
 node_log = logging.getLogger("offload.nodes")  # logs predicted and measured start of each node in a measured step
@@ -54,7 +54,7 @@ class PlannedStep:
     link
         The speed of copies that plans assume, from a calibration or from the engine's own copies.
     held
-        Bytes of model, gradients and optimizers before a step: the largest figures so far (see `most`).
+        Bytes of model, gradients and optimizers before a step: the largest figures so far (`HeldBytes.raised_to`).
     plan, schedule
         The plan and the schedule that the steps follow; None until the first plan is made.
     reference
@@ -109,6 +109,8 @@ class PlannedStep:
     overlap
         When optimizer state is copied in steps that follow the plan, if not only in the update. None before the first
         such step.
+    is_unjudged
+        Whether measurements have been read since the plan was last compared with them: reports read them too.
     """
 
     limits: Limits
@@ -143,6 +145,7 @@ class PlannedStep:
     trial_bytes: int | None = None
     is_keeping_refused: bool = False
     overlap: KnownOverlap | None = None
+    is_unjudged: bool = False
 
     def __post_init__(self) -> None:
         self.frontier = Frontier(self.limits)
@@ -157,6 +160,11 @@ class PlannedStep:
     def is_measured(self) -> bool:
         """Whether enough steps of the present plan have been measured to judge it."""
         return len(self.step_seconds) >= self.limits.measurements_before_judging
+
+    @property
+    def lacks_temporaries(self) -> bool:
+        """Whether the step has to be profiled again: the profile does not include the step's temporaries."""
+        return 0 < self.incomplete_profiles < self.limits.incomplete_profiles
 
     @property
     def gradients_in_update(self) -> int:
@@ -267,7 +275,7 @@ class PlannedStep:
         """Return whether the plan would exceed the limit with the bytes that are held now."""
         if self.plan is None:
             return False
-        known = self.held  # compares as `most` does, but creates no object: nearly every step calls this
+        known = self.held  # compares as `raised_to` does, but creates no object: nearly every step calls this
         more = max(0, held.state - known.state) + max(0, held.gradients - known.gradients) + known.away - held.away
         if self.recipes is not None:
             more += self.recipes.held_bytes(row.id for row in self.plan.recomputes)
@@ -293,6 +301,7 @@ class PlannedStep:
             if not executor.on_schedule:
                 continue
             measured = executor.measured(len(self.profile.trace.nodes))
+            self.is_unjudged |= measured is not None
             if measured is None:
                 unread.append(executor)
             elif executor.schedule is self.reference:
@@ -375,11 +384,6 @@ class PlannedStep:
             elif found > (1 + self.limits.faster_link) * known:
                 reasons.append(f"{name} is faster than planned, so a better plan may exist")
         return reasons
-
-
-def most(a: HeldBytes, b: HeldBytes) -> HeldBytes:
-    """Return the larger `state` and the larger `gradients`, and `b.away`: optimizer state that is not on the device."""
-    return HeldBytes(max(a.state, b.state), max(a.gradients, b.gradients), b.away)
 
 
 def _has_ended(executor: MeteredExecutor) -> bool:

@@ -46,6 +46,10 @@ class HeldBytes:
         """What is on the device, with gradients."""
         return self.kept + self.gradients
 
+    def raised_to(self, now: HeldBytes) -> HeldBytes:
+        """Return the larger `state` and the larger `gradients` of both, and `now.away`."""
+        return HeldBytes(max(self.state, now.state), max(self.gradients, now.gradients), now.away)
+
 
 HeldBefore = Callable[[], HeldBytes]
 
