@@ -109,3 +109,20 @@ def test_no_plan_is_borrowed_from_a_profile_without_temporaries():
     assert larger_signature(states, signature(300), own, 3) is states[signature(550)]
     assert larger_signature(states, signature(580), own, 3) is None
     assert larger_signature(states, signature(300), own, 4) is None
+
+
+def test_a_first_limit_that_cannot_be_kept_is_refused_until_it_can(tmp_path):
+    model, optimizer = make()
+    with enabled(model, spill_dir=tmp_path, recompute=False) as handle:
+        train(model, optimizer, [512] * 2)
+        limit_bytes = int(0.7 * handle.plan.unswapped_peak_bytes)
+    model, optimizer = make()
+    with enabled(model, memory_limit=limit_bytes, spill_dir=tmp_path, recompute=False) as handle:
+        train(model, optimizer, [512])
+        model.register_buffer("large", torch.zeros(limit_bytes, dtype=torch.uint8))
+        for _ in range(2):
+            with pytest.raises(offload.InfeasibleLimitError):
+                model(batch(512, 6)[0])
+        del model.large
+        train(model, optimizer, [512] * 3)
+        assert handle.plan.swaps

@@ -262,12 +262,11 @@ class PlanController:
         limit_bytes = self._options.memory_limit
         if limit_bytes is not None and planned.exceeds(limit_bytes, held):
             planned.search_again()
-        before, planned.held = planned.held, planned.held.raised_to(held)
+        planned.held = planned.plan_held.raised_to(held)
         try:
             plan = self._promise.plan(planned)
         except InfeasibleLimitError as error:  # kept without its traceback, whose frames hold tensors
             planned.refusal = copy(error)
-            planned.held = before  # a plan that was made for it stays: `exceeds` compares with it in the next step
             raise
         planned.follow(plan, limit_bytes)
         self._latest = planned

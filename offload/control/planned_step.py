@@ -53,8 +53,9 @@ class PlannedStep:
         The recorded step.
     link
         The speed of copies that plans assume, from a calibration or from the engine's own copies.
-    held
-        Bytes of model, gradients and optimizers before a step: the largest figures so far (`HeldBytes.raised_to`).
+    held, plan_held
+        Bytes of model, gradients and optimizers before a step: the largest figures so far (`HeldBytes.raised_to`), and
+        those for which the present plan was made. They differ if a limit was refused.
     plan, schedule
         The plan and the schedule that the steps follow; None until the first plan is made.
     reference
@@ -98,17 +99,14 @@ class PlannedStep:
     recipes
         How tensors can be recomputed, as found by the trial step; None before its end.
     optimizers
-        Number of optimizers that had made an update when the plan was made, or when `StatePlanner.is_outdated` was last
-        called. Used if plans choose which optimizer state is moved.
+        Number of optimizers that had made an update at the last plan or the last call of `StatePlanner.is_outdated`. If
+        it grows, the plan may lack optimizer state.
     trial_bytes
-        Memory limit of the trial step that an `on_profile` listener has requested, in bytes; None if none is requested
-        or it has ended.
+        Memory limit in bytes of a trial step that an `on_profile` listener has requested; None after it, or without.
     is_keeping_refused
-        Whether a reference step that keeps every tensor failed, or had not ended when the next was due. Then no later
-        one keeps every tensor.
+        Whether a reference step that keeps every tensor failed, or had not ended when the next was due: none follows.
     overlap
-        When optimizer state is copied in steps that follow the plan, if not only in the update. None before the first
-        such step.
+        The result of `StatePlanner.overlap` for the present plan; None before it is needed.
     is_unjudged
         Whether measurements have been read since the plan was last compared with them: reports read them too.
     """
@@ -119,6 +117,7 @@ class PlannedStep:
     held: HeldBytes
     signature: object = None
     incomplete_profiles: int = 0
+    plan_held: HeldBytes = field(init=False)
     plan: Plan | None = None
     schedule: Schedule | None = None
     reference: Schedule | None = None
@@ -148,6 +147,7 @@ class PlannedStep:
     is_unjudged: bool = False
 
     def __post_init__(self) -> None:
+        self.plan_held = self.held
         self.frontier = Frontier(self.limits)
         self.node_seconds = deque(maxlen=self.limits.measurements)
         self.step_seconds = deque(maxlen=self.limits.measurements)
@@ -225,7 +225,7 @@ class PlannedStep:
             plan = replace(plan, refusals=self.recipes.refusals)
         if self.plan is not None:
             log.info("new plan: %s", plan.summary())
-        self.plan, self.refusal = plan, None
+        self.plan, self.plan_held, self.refusal = plan, self.held, None
         self.weights = ActivationBytes.of_plan(plan)
         measured = self.recipes.measured if self.recipes is not None else None
         self.schedule = planned_schedule(self.profile.order, plan, self.profile.members, measured)
@@ -275,7 +275,7 @@ class PlannedStep:
         """Return whether the plan would exceed the limit with the bytes that are held now."""
         if self.plan is None:
             return False
-        known = self.held  # compares as `raised_to` does, but creates no object: nearly every step calls this
+        known = self.plan_held  # compares as `raised_to` does, but creates no object: nearly every step calls this
         more = max(0, held.state - known.state) + max(0, held.gradients - known.gradients) + known.away - held.away
         if self.recipes is not None:
             more += self.recipes.held_bytes(row.id for row in self.plan.recomputes)
