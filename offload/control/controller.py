@@ -237,7 +237,7 @@ class PlanController:
         if not is_reference and (planned.is_behind or not self._measures(state, planned)):
             self._counts.unmeasured_steps += 1
             executor = ScheduleExecutor(*about)
-            if state.phase is Phase.STEADY:  # else hooks may be removed, and nobody would make the calls at nodes
+            if state.phase is Phase.STEADY:  # in a search, these copies would count as a cost of the plan
                 self._promise.let_overlap(planned, executor)
             return self.running.follows(executor, planned.plan)
         assert planned.weights is not None

@@ -77,12 +77,14 @@ def estimated(tried: Sequence[TriedPlan], byte_seconds: float, limits: Limits) -
     weights = np.linalg.inv(covariance + limits.fixed_spread**2 + np.diag(variances))
     if float(np.sum(weights @ difference)) < 0:  # the fixed cost would be negative
         weights = np.linalg.inv(covariance + np.diag(variances))
+    # With a normal prior and normal errors: mean = measured − variances × (weights @ difference), and
+    # variance = variances − variances² × diagonal of `weights`.
     surprise = weights @ difference
     corrections = -variances * surprise
-    left = np.sqrt(np.maximum(0.0, variances - variances**2 * np.diag(weights)))
+    errors = np.sqrt(np.maximum(0.0, variances - variances**2 * np.diag(weights)))
     plans = [
         replace(each, slowdown=each.measured + more, error=limits.standard_errors * deviation)
-        for each, more, deviation in zip(tried, corrections.tolist(), left.tolist(), strict=True)
+        for each, more, deviation in zip(tried, corrections.tolist(), errors.tolist(), strict=True)
     ]
-    shares = expected + spreads[0] ** 2 * copied @ surprise, spreads[1] ** 2 * recomputed @ surprise
-    return Estimate(plans, *(max(0.0, float(share)) * step_seconds / all_bytes for share in shares))
+    costs = expected + spreads[0] ** 2 * copied @ surprise, spreads[1] ** 2 * recomputed @ surprise
+    return Estimate(plans, *(max(0.0, float(cost)) * step_seconds / all_bytes for cost in costs))

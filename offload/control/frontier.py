@@ -136,9 +136,9 @@ class Frontier:
     def compare_with_search(self, plan: Plan | None, steps: Sequence[StepCost]) -> bool:
         """After the search, compare the last `steps` of the plan with the reference steps of the search.
 
-        Only on an accelerator, and only if the plan was judged with reference steps that kept every tensor. Returns
-        whether both hold. Then a new reference step cannot be used: it waits for copies, and a device that has paused
-        computes faster for a while.
+        Does nothing and returns False, unless the plan was judged by reference steps that kept every tensor, on an
+        accelerator. After a search, new reference steps wait for copies, and a device that has paused computes faster
+        for a while: they cannot be compared with those of the search.
         """
         judged = self.judged(plan)
         if judged is None or not judged.keeps_all:
@@ -151,10 +151,10 @@ class Frontier:
     def start_again(self, plan: Plan, link: Link) -> Link:
         """Search anew, as `search_again` does, and forget how long nodes take without swapping.
 
-        The median of the last comparisons (`watch`) is taken as the slowdown of `plan`. What its predictions do not
-        explain is divided by all bytes that it copies or recomputes: the cost of one byte. Returns `link` with this
-        cost, if `plan` copies, and sets `recompute_byte_seconds` to it, if `plan` recomputes. With this cost, `plan` is
-        predicted to be slower than `max_slowdown` allows, so the new search begins with a plan that moves less.
+        The plan has become too slow. Its slowdown is the median of the last comparisons (`watch`). The part that the
+        plan does not predict, divided by the bytes that it copies and recomputes, is the new cost of a byte: of a
+        copied one in the link that is returned, of a recomputed one in `recompute_byte_seconds`. With this cost, the
+        plan is predicted to be slower than `max_slowdown` allows, so the new search begins with one that moves less.
         """
         judged, slowdown = self.judged(plan), median(self.watch.looks)
         self.search_again()
@@ -269,10 +269,10 @@ class Frontier:
         steps
             Its last measured steps, without reference steps.
         max_slowdown
-            The promise. Steps are measured until three conditions hold. The estimated slowdown differs from the promise
-            by at least its margin of error. The measured slowdown is above the promise if the estimated one is, and
-            below it otherwise. And it is not below zero by more than its standard error. With `judged_steps` steps of
-            the plan and as many reference steps, the plan is judged in any case.
+            The limit on the slowdown. Returns None until three conditions hold: (1) the estimated slowdown differs from
+            the limit by at least its margin of error; (2) the estimated and the measured slowdown are on the same side
+            of the limit; (3) the measured slowdown is not below zero by more than its standard error. With
+            `judged_steps` steps of the plan and as many reference steps, the plan is judged in any case.
         keeps_all
             Whether the device is an accelerator, and the reference steps keep every tensor.
         """

@@ -329,8 +329,8 @@ class PlannedStep:
             self.recompute_seconds.append(recompute_seconds)
             factor = median(self.recompute_seconds) / tried
             self.recompute_factors.update(dict.fromkeys((row.id for row in plan.recomputes), factor))
-        # Copies are assumed to add `slowed` seconds. Waits that were not predicted count as a part of these seconds.
-        # The durations of nodes include no waits, so only `slowed` minus these waits is subtracted from them.
+        # The plan assumes that copies lengthen the step by `slowed`. Part of it shows as waits that were not predicted.
+        # The durations of nodes include no waits, so only the rest is subtracted from them.
         predicted_waits = plan.step_seconds - plan.compute_seconds - plan.recompute_seconds
         more_waits = max(0.0, measured.stall_seconds - measured.hook_seconds - predicted_waits)
         slowed = plan.overhead_seconds - len(plan.swaps) * plan.link.swap_seconds

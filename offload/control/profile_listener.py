@@ -27,7 +27,7 @@ class RecordedStep:
     Attributes
     ----------
     trace
-        The step, with the bytes that are on the device before it now. They include the optimizer's state if the
+        The profiled step. Its `base_bytes` are those of the memory in use now, with the optimizer's state if the
         optimizer has stepped. After the trial step, the trace contains recipes.
     link
         The link to plan with.
@@ -74,7 +74,7 @@ def tell_profile(
 def tell_recipes(
     listener: ProfileListener | None, planned: PlannedStep, options: Options, counts: Counts, device: torch.device
 ) -> None:
-    """Pass the recipes of the requested trial step to the listener, if this step has ended or cannot run."""
+    """Pass the recipes of the requested trial step to the listener if it has ended; the reason if it cannot run."""
     if listener is None or planned.trial_bytes is None:
         return
     planned.read_trial(counts, cheap=options.recompute == "cheap")

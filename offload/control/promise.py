@@ -97,8 +97,9 @@ class SlowdownPromise:
 
         During a search, such a step keeps every tensor if no `memory_limit` is given and enough memory is free; on the
         CPU, only if the plan lowers the peak by at most `kept_share`. It then takes as long as a step without offload,
-        but for its hooks. Otherwise tensors are copied as in the plan, but computation waits during each copy, and the
-        waits are not counted. All reference steps of one measurement follow one schedule.
+        but for its hooks. Otherwise the tensors that the plan swaps or recomputes are copied in a few groups, within
+        the plan's peak (`plan/serial.py`). Computation stops during each copy; this time is not counted. All reference
+        steps of one measurement follow one schedule.
 
         On an accelerator, computation is faster in steps with such waits: a device that has paused computes faster for
         a while. Plans that are compared with them seem slower than they are, and fewer bytes are saved than
@@ -122,8 +123,8 @@ class SlowdownPromise:
         if self._on_cpu:
             is_small = more_bytes <= limits.kept_share * plan.unswapped_peak_bytes
             return is_small and limits.kept_room * processes * more_bytes <= free_bytes(device)
-        # All that the step allocates has to fit. `free_bytes` excludes what is in use before the step and what other
-        # steps that are under way hold. So the former (`base_bytes`) is subtracted.
+        # All that the step allocates has to fit: its peak without what is in use before it (`base_bytes`), which is not
+        # free anyway. This includes `more_bytes` once, hence − 1.
         needed_bytes = plan.unswapped_peak_bytes - min(plan.trace.base_bytes, default=0)
         spare = limits.device_kept_room * ceil(processes / max(1, driven_devices())) - 1
         return needed_bytes + spare * more_bytes <= free_bytes(device)
@@ -174,7 +175,7 @@ class SlowdownPromise:
         return bool(reasons)
 
     def _is_best(self, planned: PlannedStep) -> bool:
-        """Return whether no plan can be better: this one moves nothing, and no less memory is asked for."""
+        """Return whether `memory_limit` is the only goal, and the plan keeps it without moving anything."""
         plan = planned.plan
         assert plan is not None
         moves = plan.swaps or plan.recomputes or (plan.state is not None and plan.state.moved)
@@ -279,7 +280,7 @@ class SlowdownPromise:
             self._plan_state.let_overlap(planned, executor)
 
     def end_overlap(self) -> None:
-        """Wait for copies of optimizer state that the plan of the previous step has allowed: a measured step begins."""
+        """Before a measured or profiled step, wait for copies of optimizer state that the previous step has allowed."""
         if self._plan_state is not None:
             self._plan_state.end_overlap()
 

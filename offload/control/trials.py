@@ -76,14 +76,14 @@ class Trials:
     def begin_requested(self, state: SignatureState, planned: PlannedStep) -> StepObserver:
         """Begin the requested trial step. If it has begun before or cannot run, swap on demand in this step.
 
-        If the trial step has ended or cannot run, pass its recipes to the listener.
+        If the trial step has ended, pass its recipes to the listener; if it cannot run, the reason.
         """
         trial = self._begin(state, planned, planned.trial_bytes or 0) if planned.trial is None else None
         self.tell_recipes(planned)
         return trial or SwapOnDemand()
 
     def tell_recipes(self, planned: PlannedStep) -> None:
-        """Pass the recipes of the requested trial step to the listener, if the trial step has ended or cannot run."""
+        """Pass the recipes of the requested trial step to the listener if it has ended; the reason if it cannot run."""
         tell_recipes(self._on_profile, planned, self._options, self._counts, self._engine.device)
 
     def _begin(self, state: SignatureState, planned: PlannedStep, room: int) -> StepObserver | None:

@@ -62,6 +62,7 @@ def wanted_plan(
     if options.least_memory:
         least = max(1, least_feasible_limit(trace))
         options = replace(options, memory_limit=least)
+        # What recipes hold may exceed the least limit by `noise`: otherwise nothing could be recomputed.
         held_bytes = 0 if held_bytes <= limits.noise * least else held_bytes
     try:
         plan = _plan(trace, link, options, recompute=True, held_bytes=held_bytes, effort=effort)
