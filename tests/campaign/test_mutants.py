@@ -44,7 +44,7 @@ def is_the_default_run(config):
     """Whether this is `pytest` as it is: what it has collected is then what pytest runs by default."""
     narrowed = ("long", "full", "markexpr", "keyword", "deselect", "ignore", "ignore_glob", "share", "lf")
     is_whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS
-    return is_whole and not any(config.getoption(name) for name in narrowed)
+    return is_whole and not any(config.getoption(name, default=None) for name in narrowed)
 
 
 def test_who_misses_a_guard_runs_by_default(request):
