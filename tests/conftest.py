@@ -53,7 +53,7 @@ def pytest_addoption(parser):
     )
     parser.addoption("--reliability-json", metavar="PATH", help="write what the campaigns counted to PATH")
     parser.addoption(
-        "--seeds", type=int, help="how many seeds tests/campaign walks (default: 60; with --long 500 more)"
+        "--seeds", type=int, help="how many seeds tests/campaign walks (default: 60; with --long 250 more)"
     )
     parser.addoption("--first-seed", type=int, default=0, help="the first of these seeds (default: 0)")
     parser.addoption("--share", metavar="K/N", help="run the K-th of N equal shares of what was selected")

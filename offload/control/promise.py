@@ -392,8 +392,8 @@ class SlowdownPromise:
                 return best
             fastest = min(frontier.tried, key=lambda each: each.slowdown_max)
             warnings.warn(
-                f"max_slowdown={allowed:.3g} may not be met: the fastest plan tried within memory_limit is "
-                f"{fastest.in_words} slower",
+                f"max_slowdown={allowed:.3g} is not met within memory_limit ({format_bytes(limit_bytes)}): steps of "
+                f"the fastest plan tried were {fastest.in_words} slower than without swapping; raise one of the two",
                 stacklevel=2,
             )
             return fastest.plan

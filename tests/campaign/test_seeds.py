@@ -1,7 +1,8 @@
 """Random sequences of store operations, one per seed: all bytes come back, nothing leaks, and no accesses race.
 
 PyTorch's CUDA sanitizer looks for races in the logs of the stepped runs on the slab tier. By default 60 seeds run, with
-`--long` 500 more, with `--seeds N` exactly N. `--seed N` repeats one seed on every tier and under every schedule.
+`--long` 250 more, with `--full` 500 more, with `--seeds N` exactly N. `--seed N`
+repeats one seed on every tier and under every schedule.
 """
 
 from collections import Counter
@@ -10,7 +11,8 @@ import pytest
 from campaign.build import build_mutants
 from campaign.seeds import SEEDS, THREADED_EVERY, TIERS, run_apart
 
-SEEDS_LONG = 500
+SEEDS_LONG = 250
+SEEDS_FULL = 500
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +33,7 @@ def test_every_seed_survives(core, request, figures):
 def test_more_seeds_survive(core, request, figures):
     if any(request.config.getoption(name) is not None for name in ("--seed", "--seeds")):
         pytest.skip("the other test walks what was asked for")
-    survive(core, SEEDS, SEEDS_LONG, figures)
+    survive(core, SEEDS, SEEDS_FULL if request.config.getoption("--full") else SEEDS_LONG, figures)
 
 
 def survive(core, first, count, figures):

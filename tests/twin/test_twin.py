@@ -87,13 +87,18 @@ def run_row(row, arguments, figures, folder=ROOT):
     figures.setdefault("tests on the simulated accelerator", Counter())[row] += int(passed[1])
 
 
+def share(is_full):
+    """Options of pytest: with `--long` half of a row's tests run, for its time."""
+    return [] if is_full else ["--share", "1/2"]
+
+
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize(
     "row",
     [pytest.param(row, marks=getattr(pytest.mark, LATER[row])) if row in LATER else row for row in ROWS],
 )
-def test_on_the_simulated_accelerator(row, backend, figures):
-    run_row(row, ROWS[row], figures)
+def test_on_the_simulated_accelerator(row, backend, is_full, figures):
+    run_row(row, [*(share(is_full) if row == "training" else []), *ROWS[row]], figures)
 
 
 @pytest.mark.full
