@@ -29,9 +29,10 @@ from offload.devices import allocator
 from offload.units import format_bytes, format_seconds
 
 sys.path.append(str(machine.ROOT / "tests"))
-from live_bytes import Peak, tell_blocks
+from live_bytes import Peak, tell_blocks_of_all
 
 SETTLE_STEPS = 8  # profiling, and what planning anew may take
+SEARCH_STEPS = 24  # with the default knobs, the search for a plan that keeps `max_slowdown`
 MEASURED_STEPS = {"gpt": 5, "resnet": 25}  # several seconds of each, so that one hiccup of the disk is no median
 MODELS = {"gpt": DEMO, "resnet": FAMILIES["resnet"].quick}
 # Of the unswapped peak. Half of this ResNet's peak is one layer's own: no plan can be below 51 % of it.
@@ -83,7 +84,7 @@ def measure(family: str, fraction: float | None) -> dict[str, Any]:
     """One row; `fraction`: the memory limit as a share of the unswapped peak, None for the default knobs."""
     size = MODELS[family]
     plain, planned = Contestant(family, size), Contestant(family, size)
-    tell_blocks()
+    tell_blocks_of_all()
     plain.step(0)
     unswapped_peak = plain.tracked_peak(1)
     plain = Contestant(family, size)
@@ -91,11 +92,12 @@ def measure(family: str, fraction: float | None) -> dict[str, Any]:
     handle = offload.enable(planned.model, **({} if limit is None else {"memory_limit": limit}))
     equal = True
     measured = MEASURED_STEPS[family]
-    for number in range(SETTLE_STEPS + measured):
+    settle = SEARCH_STEPS if fraction is None else SETTLE_STEPS
+    for number in range(settle + measured):
         expected = plain.step(number)
         equal = all(map(torch.equal, planned.step(number), expected)) and equal
     report = handle.report()
-    peak = planned.tracked_peak(SETTLE_STEPS + measured)
+    peak = planned.tracked_peak(settle + measured)
     plan = handle.plan
     assert plan is not None
     plain_seconds, seconds = median(plain.seconds[-measured:]), median(planned.seconds[-measured:])
