@@ -144,14 +144,14 @@ def judged_after(ratios, limits=MEASURED, *, allowed=ALLOWED):
 @pytest.mark.parametrize(
     ("ratios", "slowdown", "count", "kept"),
     [
-        ([1.02] * 8, 0.02, 3, True),
-        ([1.0499] * 8, 0.0499, 3, True),
+        ([1.02] * 8, 0.02, 5, True),
+        ([1.0499] * 8, 0.0499, 5, True),
         ([1.06] * 8, 0.06, 3, False),
         ([1.1, 1.14, 1.12] * 3, 0.12, 3, False),
-        ([0.96, 1.08, 1.02, 1.0] * 2, 0.01, 4, True),
+        ([0.96, 1.08, 1.02, 1.0] * 2, 0.0, 5, True),
         (UNCERTAIN, 0.04, 8, False),
         ([1.0, 1.1], None, 2, None),
-        ([1.01, 1.01, 1.3] + [1.01] * 5, 0.01, 3, True),
+        ([1.01, 1.01, 1.3] + [1.01] * 5, 0.01, 5, True),
         ([1.01, 1.3, 1.08] + [1.01] * 5, 0.01, 5, True),
         ([0.5, 0.52, 0.6, 1.0, 1.02, 1.01, 1.0, 1.02], 0.0, 7, True),
     ],
@@ -166,9 +166,31 @@ def test_steps_are_measured_until_noise_can_be_told_from_the_slowdown(ratios, sl
 
 def test_without_the_margin_a_lucky_plan_is_kept():
     """A mutant."""
-    limits = replace(MEASURED, standard_errors=0.0)
+    limits = replace(MEASURED, standard_errors=0.0, measurements_before_keeping=3)
     frontier, slowdown, count = judged_after(UNCERTAIN, limits)
     assert (slowdown, count) == (pytest.approx(0.04), 3)
+    assert frontier.best(ALLOWED) is not None
+
+
+ALIKE_BY_CHANCE = [1.03, 1.031, 1.06, 1.1, 1.0, 1.08, 1.02, 1.09]  # two of the first three
+
+
+@pytest.mark.parametrize(
+    ("before_keeping", "count", "kept"), [(LIMITS.measurements_before_keeping, 8, False), (3, 3, True)]
+)
+def test_a_first_plan_is_not_kept_because_three_steps_agree(before_keeping, count, kept):
+    """The second row is a mutant."""
+    limits = replace(MEASURED, measurements_before_keeping=before_keeping)
+    frontier, _, steps = judged_after(ALIKE_BY_CHANCE, limits)
+    assert (steps, frontier.best(ALLOWED) is not None) == (count, kept)
+
+
+def test_later_plans_are_kept_after_three_steps():
+    frontier, _, _ = judged_after([1.06] * 3)
+    frontier.forget_steps()
+    frontier.references.extend([StepCost(8.0, (1.0,) * 8, 8.0, 8.0)] * 3)
+    steps = [StepCost(8.24, (1.03,) * 8, 8.24, 8.24)] * 3
+    assert frontier.judge(recomputing_plan(0.0, waits=True), steps, ALLOWED) is not None
     assert frontier.best(ALLOWED) is not None
 
 

@@ -45,6 +45,10 @@ class Limits:
     measurements, measurements_before_judging
         Number of measured steps that are kept, and number that is needed before they are compared with the plan. One
         step would not be enough: other programs may have slowed it.
+    measurements_before_keeping
+        Number of steps of the first plan of a search, and as many reference steps, that must be measured before this
+        plan counts as one that keeps `max_slowdown`. The deviation of three steps is often small by chance, and the
+        margin of error follows from it. For later plans, the deviations of earlier ones are known as well.
     judged_steps, standard_errors
         The slowdown of a plan has a margin of error: `standard_errors` times its standard error. With `max_slowdown`,
         the steps of a plan and its reference steps are measured until slowdown and `max_slowdown` differ by more than
@@ -145,6 +149,7 @@ class Limits:
     recheck_steps_max: int = 1024
     measurements: int = 5
     measurements_before_judging: int = 3
+    measurements_before_keeping: int = 5
     judged_steps: int = 8
     standard_errors: float = 1.0
     cost_spread: float = 1.0
