@@ -32,7 +32,7 @@ sys.path.append(str(machine.ROOT / "tests"))
 from live_bytes import Peak, tell_blocks_of_all
 
 SETTLE_STEPS = 8  # profiling, and what planning anew may take
-SEARCH_STEPS = 24  # with the default knobs, the search for a plan that keeps `max_slowdown`
+SEARCH_STEPS_MAX = 60  # with the default knobs, of the search for a plan that keeps `max_slowdown`
 MEASURED_STEPS = {"gpt": 5, "resnet": 25}  # several seconds of each, so that one hiccup of the disk is no median
 MODELS = {"gpt": DEMO, "resnet": FAMILIES["resnet"].quick}
 # Of the unswapped peak. Half of this ResNet's peak is one layer's own: no plan can be below 51 % of it.
@@ -92,12 +92,15 @@ def measure(family: str, fraction: float | None) -> dict[str, Any]:
     handle = offload.enable(planned.model, **({} if limit is None else {"memory_limit": limit}))
     equal = True
     measured = MEASURED_STEPS[family]
-    settle = SEARCH_STEPS if fraction is None else SETTLE_STEPS
-    for number in range(settle + measured):
+    settle, number = SETTLE_STEPS, 0
+    while number < settle + measured:
         expected = plain.step(number)
         equal = all(map(torch.equal, planned.step(number), expected)) and equal
+        number += 1
+        if number == settle < SEARCH_STEPS_MAX and not handle.report().settled_steps:
+            settle += 1
     report = handle.report()
-    peak = planned.tracked_peak(settle + measured)
+    peak = planned.tracked_peak(number)
     plan = handle.plan
     assert plan is not None
     plain_seconds, seconds = median(plain.seconds[-measured:]), median(planned.seconds[-measured:])

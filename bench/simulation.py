@@ -39,6 +39,7 @@ from twin.virtual_time import Figures, seconds_of, united
 accelerator.LIBRARIES["sim"] = sim.LIBRARY
 
 STEPS_TO_SETTLE, STEPS_TO_SETTLE_OURS, STEPS_MEASURED = 2, 10, 3  # ours are profiled, then measured for eight steps
+STEPS_TO_SETTLE_MAX = 60  # of a search for a plan
 MIN_TENSOR_BYTES, MIN_TRL_BYTES, IN_FLIGHT_BYTES = (
     1 << 20,
     1024,
@@ -294,6 +295,14 @@ class Run:
                     value.zero_()
         self._number = 0
 
+    def end_search(self) -> None:
+        """Train until the search for a plan has ended: reference steps need more memory than its plans."""
+        handle = self.handle
+        if handle is None or handle.plan is None:
+            return
+        while not handle.report().settled_steps and self._number < STEPS_TO_SETTLE_MAX:
+            self.step()
+
     def close(self) -> None:
         """Undo what was done to the model."""
         if self.handle is not None:
@@ -307,6 +316,7 @@ def figures_of(way: Way, network: Network, plain: dict[str, Any] | None) -> dict
         run.take(way, plain["growth_bytes"] if plain else 0)
         for _ in range(STEPS_TO_SETTLE_OURS if way.is_ours else STEPS_TO_SETTLE):
             run.step()
+        run.end_search()
         run.start_anew()
         torch.sim.reset_peak_memory_stats()
         steps, bits = [], []

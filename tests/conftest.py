@@ -19,6 +19,7 @@ import json
 import os
 import sys
 import time
+import zlib
 from collections import Counter
 from pathlib import Path
 
@@ -53,10 +54,12 @@ def pytest_addoption(parser):
     )
     parser.addoption("--reliability-json", metavar="PATH", help="write what the campaigns counted to PATH")
     parser.addoption(
-        "--seeds", type=int, help="how many seeds tests/campaign walks (default: 60; with --long 250 more)"
+        "--seeds",
+        type=int,
+        help="how many seeds tests/campaign walks (default: 60; with --long 250 more, with --full 500)",
     )
     parser.addoption("--first-seed", type=int, default=0, help="the first of these seeds (default: 0)")
-    parser.addoption("--share", metavar="K/N", help="run the K-th of N equal shares of what was selected")
+    parser.addoption("--share", metavar="K/N", help="run the K-th of N shares of what was selected")
     parser.addoption("--device", choices=("cuda", "sim"), default="cuda", help="what tests marked gpu run on")
     parser.addoption("--twin-seed", type=int, default=0, help="the simulated accelerator's delays (default: 0)")
     parser.addoption("--rounds", type=int, default=10, help="how many rounds tests/stress runs (default: 10)")
@@ -105,8 +108,11 @@ def pytest_collection_modifyitems(config, items):
     number, shares = map(int, share.split("/"))
     if not 1 <= number <= shares:
         raise pytest.UsageError(f"--share: K/N with K from 1 to N, not {share}")
-    config.hook.pytest_deselected(items=[item for at, item in enumerate(items) if at % shares != number - 1])
-    items[:] = items[number - 1 :: shares]
+    # By name: every N-th test would have the same value of a parameter with N values.
+    chosen = [item for item in items if zlib.crc32(item.nodeid.encode()) % shares == number - 1]
+    kept = set(chosen)
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    items[:] = chosen
 
 
 def pytest_ignore_collect(collection_path, config):
@@ -155,7 +161,7 @@ def figures(request):
 
 @pytest.fixture(scope="session")
 def is_full(request):
-    """Whether the campaigns run in full."""
+    """Whether `--full` is given."""
     return request.config.getoption("--full")
 
 

@@ -269,12 +269,12 @@ class Frontier:
         steps
             Its last measured steps, without reference steps.
         max_slowdown
-            The limit on the slowdown. Returns None until four conditions hold: (1) the estimated slowdown differs from
-            the limit by at least its margin of error; (2) the estimated and the measured slowdown are on the same side
-            of the limit; (3) the measured slowdown is not below zero by more than its standard error; (4) for
-            the first plan of a search, if it seems to keep the limit: `measurements_before_keeping` steps of each kind
-            have been measured. With `judged_steps` steps of the plan and as many reference steps, the plan is judged in
-            any case.
+            The limit on the slowdown. Returns None before `measurements_before_judging` steps of each kind, and then
+            until all of these hold: (1) the estimated slowdown differs from the limit by at least its margin of error;
+            (2) the estimated and the measured slowdown are on the same side of the limit; (3) the measured slowdown is
+            not below zero by more than its standard error; (4) another plan of this search has been judged, or the
+            estimated slowdown exceeds the limit, or `measurements_before_keeping` steps of each kind have been
+            measured. After `judged_steps` steps of each kind, the plan is judged in any case.
         keeps_all
             Whether the device is an accelerator, and the reference steps keep every tensor.
         """
@@ -297,8 +297,8 @@ class Frontier:
         own = found.tried[-1]
         is_clear = abs(own.slowdown - max_slowdown) >= own.error and own.measured >= -own.measured_error
         is_clear = is_clear and (own.slowdown > max_slowdown) == (own.measured > max_slowdown)
-        is_known = bool(others) or own.slowdown > max_slowdown or count >= self.limits.measurements_before_keeping
-        if not (is_clear and is_known) and count < self.limits.judged_steps:
+        has_enough = bool(others) or own.slowdown > max_slowdown or count >= self.limits.measurements_before_keeping
+        if not (is_clear and has_enough) and count < self.limits.judged_steps:
             return None
         self.expected_byte_seconds = expected
         self.tried, self.byte_seconds = found.tried, found.byte_seconds

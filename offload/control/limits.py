@@ -46,9 +46,10 @@ class Limits:
         Number of measured steps that are kept, and number that is needed before they are compared with the plan. One
         step would not be enough: other programs may have slowed it.
     measurements_before_keeping
-        Number of steps of the first plan of a search, and as many reference steps, that must be measured before this
-        plan counts as one that keeps `max_slowdown`. The deviation of three steps is often small by chance, and the
-        margin of error follows from it. For later plans, the deviations of earlier ones are known as well.
+        The first plan of a search is not kept before this many of its steps, and as many reference steps, have been
+        measured (`judged_steps`, if that is less). The deviation of three steps is often small by chance, and the
+        margin of error follows from it. For a later plan, at least half of the median deviation of all plans is
+        assumed (`Frontier._error`). A plan that is wrongly rejected costs memory, but does not break the promise.
     judged_steps, standard_errors
         The slowdown of a plan has a margin of error: `standard_errors` times its standard error. With `max_slowdown`,
         the steps of a plan and its reference steps are measured until slowdown and `max_slowdown` differ by more than
@@ -71,8 +72,8 @@ class Limits:
         Least standard deviation that is assumed of the ratio of a step to the reference step beside it.
     searched
         The search for a plan ends once at least this many steps, reference steps included, have been measured to judge
-        plans. A plan takes at least six, three of each kind. After five such plans that is 30, so a sixth can be
-        judged: the first plan and `replans` others.
+        plans. A plan takes at least six, three of each kind; the first one ten if it seems to keep `max_slowdown`.
+        After five such plans that is 34, so a sixth can be judged: the first plan and `replans` others.
     steady_measured_every, device_measured_every
         Once the plan agrees with the measurements, one step in `steady_measured_every` is measured on the CPU, and one
         in `device_measured_every` on an accelerator: there, measuring a step records an event for each node and two for
@@ -158,7 +159,7 @@ class Limits:
     plan_spread: float = 0.005
     predicted_spread: float = 0.5
     deviation_min: float = 0.002
-    searched: int = 32
+    searched: int = 36
     steady_measured_every: int = 16
     device_measured_every: int = 32
     manual_measured_steps: int = 5

@@ -25,7 +25,6 @@ from offload.plan.result import Plan, make_plan
 from offload.plan.simulate import Link, Swap
 from offload.plan.swap_search import ROUNDING, fastest_placement, rankings
 from offload.plan.trace import Trace
-from offload.units import format_bytes
 
 __all__ = ["fastest_plan", "least_memory_plan", "manual_plan"]
 
@@ -151,8 +150,8 @@ def least_memory_plan(
         plan = fastest_plan(trace, link, limit_bytes, recompute=recompute, effort=effort)
         slowdown = plan.expected_seconds / plan.compute_seconds - 1
         warnings.warn(
-            f"max_slowdown={max_slowdown:.3g} is not met within memory_limit ({format_bytes(limit_bytes)}): the "
-            f"fastest plan has a predicted slowdown of {slowdown:.3g}; raise one of the two",
+            f"max_slowdown={max_slowdown:.3g} is not met within memory_limit by any prediction: steps of the fastest "
+            f"plan would be {slowdown:.1%} slower than without swapping; raise one of the two",
             stacklevel=2,
         )
     return plan

@@ -1,8 +1,8 @@
 """Random sequences of store operations, one per seed: all bytes come back, nothing leaks, and no accesses race.
 
-PyTorch's CUDA sanitizer looks for races in the logs of the stepped runs on the slab tier. By default 60 seeds run, with
-`--long` 250 more, with `--full` 500 more, with `--seeds N` exactly N. `--seed N`
-repeats one seed on every tier and under every schedule.
+PyTorch's CUDA sanitizer looks for races in the logs of the stepped runs on the slab tier. By default 60 seeds run; with
+`--long` 250 further ones, with `--full` 500 instead of these 250; with `--seeds N` exactly N. `--seed N` repeats one
+seed on every tier and under every schedule.
 """
 
 from collections import Counter

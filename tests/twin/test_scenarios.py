@@ -1,6 +1,6 @@
 """The autograd scenarios and the tests marked `gpu`, on the simulated accelerator: beside test_twin.py, at once.
 
-With `--long` every other one of them runs, with `--full` all.
+With `--long` half of them run, with `--full` all.
 """
 
 import pytest

@@ -88,7 +88,7 @@ def run_row(row, arguments, figures, folder=ROOT):
 
 
 def share(is_full):
-    """Options of pytest: with `--long` half of a row's tests run, for its time."""
+    """Options of pytest: without `--full`, half of a row's tests run, because all take too long for CI."""
     return [] if is_full else ["--share", "1/2"]
 
 
