@@ -162,7 +162,6 @@ class HookRig:
         }
         for model in self._models.values():
             model.tensors = self._tensors(model)
-        self._targets = self._tensors(self._models["none"]) if kind == "swapped" else []
         self._tickets: list[_core.Ticket] = []
         self._x = torch.zeros(1, device=device, requires_grad=True)
         self.handle = offload.enable(
@@ -171,6 +170,8 @@ class HookRig:
             min_tensor_bytes=SWAPPED_BYTES // 2,
             spill_dir=spill_dir,
         )
+        copied = self._models[COPIES].tensors if kind == "swapped" else []
+        self._targets = [self._target(each) for each in copied]
         steps = sys.maxsize if measured else 0
         # Replanned never: nodes that compute nothing are never as long as planned.
         limits = replace(LIMITS, manual_measured_steps=steps, recheck_steps=sys.maxsize, replans=0)
@@ -240,6 +241,14 @@ class HookRig:
         if self.kind == "view":
             return [base.t() if number % 2 else base[number % 8 :] for number in range(count)]
         raise ValueError(f"kind {kind_names()}, not {self.kind!r}")
+
+    def _target(self, source: Tensor) -> Tensor:
+        """Return memory for a copy-in. The direct tier needs the source's address modulo its alignment."""
+        alignment = self.handle._engine.store.alignment_bytes
+        if alignment == 1:
+            return torch.zeros_like(source)
+        block = _core.HostBlock(source.nbytes, alignment, source.data_ptr() % alignment)
+        return torch.frombuffer(block, dtype=source.dtype).view(source.shape)
 
     def _copy_out(self, tensors: Sequence[Tensor]) -> None:
         store, stream = self.handle._engine.store, self._stream()
