@@ -139,15 +139,16 @@ def searches(limits):
 
 
 def test_noise_costs_less_memory_than_if_each_plan_is_estimated_alone():
-    """About as many searches end with a plan that is too slow: 2 with shared estimates and 1 without, of these 36.
+    """The estimates by themselves: any plan may be kept after three steps of each kind.
 
-    Of 108 it is 4 and 3.
+    Where the first plan needs five steps, one search more ends too slow with shared estimates than without: 2 and 1 of
+    these 36, 4 and 3 of 108.
     """
-    nothing, saved, slow = searches(LIMITS)
-    alone_nothing, alone_saved, alone_slow = searches(EACH_ALONE)
+    nothing, saved, slow = searches(replace(LIMITS, measurements_before_keeping=3))
+    alone_nothing, alone_saved, alone_slow = searches(replace(EACH_ALONE, measurements_before_keeping=3))
     assert nothing <= alone_nothing
     assert saved > alone_saved
-    assert slow <= alone_slow + 1
+    assert slow <= alone_slow
 
 
 def test_a_search_that_starts_again_expects_what_steps_took_since_the_last_one():
