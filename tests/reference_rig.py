@@ -17,7 +17,7 @@ def every_second_step(monkeypatch: pytest.MonkeyPatch, settled_after: int | None
     schedule_of, found = SlowdownPromise.reference_schedule, []
 
     def reference_schedule(promise: Any, planned: Any) -> Any:
-        planned.frontier.is_settled = len(found) == settled_after
+        planned.search.is_settled = len(found) == settled_after
         schedule = schedule_of(promise, planned)
         found.append(len(schedule.swapped))
         return schedule

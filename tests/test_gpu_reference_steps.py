@@ -10,8 +10,8 @@ from reference_rig import every_second_step
 from torch import nn
 
 import offload
-from offload.control.frontier import Frontier
 from offload.control.limits import LIMITS
+from offload.control.plan_search import PlanSearch
 from offload.control.promise import SlowdownPromise
 from offload.devices.accelerator import Accelerator
 from offload.devices.memory import free_bytes
@@ -116,7 +116,7 @@ def test_after_the_search_a_plan_that_was_not_judged_by_them_has_none(swapped):
 def first_plan_stays(monkeypatch):
     """The search ends with its first plan; the devices whose cached memory is returned."""
     released = []
-    monkeypatch.setattr("offload.handle.LIMITS", replace(QUICK, searched=1))
+    monkeypatch.setattr("offload.handle.LIMITS", replace(QUICK, search_steps=1))
     monkeypatch.setattr(Accelerator, "release_cached", lambda device: released.append(device))
     return released
 
@@ -130,9 +130,9 @@ def test_the_memory_of_reference_steps_is_returned_once_the_search_ends(first_pl
 
     def reference_schedule(promise, planned):
         schedule = schedule_of(promise, planned)
-        if planned.frontier.is_settled:
+        if planned.search.is_settled:
             later.append(len(schedule.swapped))
-        watches.append(planned.frontier)
+        watches.append(planned.search)
         return schedule
 
     monkeypatch.setattr(SlowdownPromise, "reference_schedule", reference_schedule)
@@ -148,15 +148,15 @@ def test_a_search_ends_in_one_way(first_plan_stays, monkeypatch, ends):
     """A wait for a tensor, measured in the last plan, must not change the plan that the search ends with."""
     if ends == "because no other plan is new":
         monkeypatch.setattr("offload.handle.LIMITS", QUICK)
-        monkeypatch.setattr(Frontier, "is_new", lambda frontier, plan: False)
-        monkeypatch.setattr(Frontier, "reason_to_move", lambda *_: "to try another")
+        monkeypatch.setattr(PlanSearch, "is_new", lambda search, plan: False)
+        monkeypatch.setattr(PlanSearch, "reason_to_move", lambda *_: "to try another")
     ended = []
     end = SlowdownPromise._end_search
 
     def noted(promise, planned, allowed):
         planned.late = {0: 1.0}
         plan = end(promise, planned, allowed)
-        ended.append((planned.late, planned.reference, planned.frontier.is_settled))
+        ended.append((planned.late, planned.reference, planned.search.is_settled))
         return plan
 
     monkeypatch.setattr(SlowdownPromise, "_end_search", noted)

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from offload.control import frontier as frontiers
-from offload.control.frontier import Frontier
+from offload.control import plan_search
 from offload.control.limits import LIMITS
+from offload.control.plan_search import PlanSearch
 from offload.control.step_cost import StepCost
 from offload.control.tried_plan import TriedPlan
 from offload.plan import Link, Swap, make_plan
@@ -38,14 +38,14 @@ def recomputing_plan(byte_seconds, *, waits):
 
 def learned_costs(step_seconds):
     """Seconds that a recomputed byte costs, learned from each of three plans whose steps take this long."""
-    frontier = Frontier(LIMITS)
-    frontier.references.extend([StepCost(8.0, (1.0,) * 8, 8.0, 8.0)] * LIMITS.measurements)
+    search = PlanSearch(LIMITS)
+    search.references.extend([StepCost(8.0, (1.0,) * 8, 8.0, 8.0)] * LIMITS.measurements)
     steps = [StepCost(step_seconds, (1.0,) * 8, step_seconds, 8.0)] * LIMITS.measurements
     costs = []
     for _ in range(3):
-        frontier.judge(recomputing_plan(frontier.recompute_byte_seconds, waits=False), steps, ALLOWED)
-        frontier.learn(Link(20.0, 6.0))
-        costs.append(frontier.recompute_byte_seconds)
+        search.judge(recomputing_plan(search.recompute_byte_seconds, waits=False), steps, ALLOWED)
+        search.learn(Link(20.0, 6.0))
+        costs.append(search.recompute_byte_seconds)
     return costs
 
 
@@ -56,7 +56,7 @@ def test_a_cost_that_a_plan_assumed_is_learned_again():
 
 def test_it_shrinks_with_each_plan_if_it_counts_as_explained(monkeypatch):
     """A mutant."""
-    monkeypatch.setattr(frontiers, "assumed_seconds", lambda plan, byte_seconds: 0.0)
+    monkeypatch.setattr(plan_search, "assumed_seconds", lambda plan, byte_seconds: 0.0)
     first, second, _ = learned_costs(8.6)
     assert second < 0.75 * first
 
@@ -65,16 +65,16 @@ def test_a_cost_that_takes_the_place_of_a_wait_is_not_learned():
     """Steps take what is predicted, with an assumed cost or without."""
     without, assumed = (recomputing_plan(cost, waits=True).step_seconds for cost in (0.0, 0.05))
     assert without == assumed
-    frontier = Frontier(LIMITS, recompute_byte_seconds=0.05)
-    frontier.references.extend([StepCost(8.0, (1.0,) * 8, 8.0, 8.0)] * LIMITS.measurements)
+    search = PlanSearch(LIMITS, recompute_byte_seconds=0.05)
+    search.references.extend([StepCost(8.0, (1.0,) * 8, 8.0, 8.0)] * LIMITS.measurements)
     steps = [StepCost(without, (1.0,) * 8, without, 8.0)] * LIMITS.measurements
-    frontier.judge(recomputing_plan(0.05, waits=True), steps, ALLOWED)
-    assert frontier.tried[-1].unexplained_seconds == pytest.approx(0.0)
+    search.judge(recomputing_plan(0.05, waits=True), steps, ALLOWED)
+    assert search.tried[-1].unexplained_seconds == pytest.approx(0.0)
 
 
 def test_it_is_learned_if_bytes_are_multiplied_by_their_cost(monkeypatch):
     """A mutant."""
-    monkeypatch.setattr(frontiers, "assumed_seconds", lambda plan, byte_seconds: 10 * byte_seconds)
+    monkeypatch.setattr(plan_search, "assumed_seconds", lambda plan, byte_seconds: 10 * byte_seconds)
     with pytest.raises(AssertionError):
         test_a_cost_that_takes_the_place_of_a_wait_is_not_learned()
 
@@ -84,16 +84,16 @@ def slowdown_beside_bursts():
 
     The bursts of the plan's steps are longer than those of the reference steps.
     """
-    frontier = Frontier(MEASURED)
+    search = PlanSearch(MEASURED)
 
     def step(node, burst):
         nodes = tuple(1.0 + burst * (number == node) for number in range(8))
         return StepCost(sum(nodes), nodes, sum(nodes), sum(nodes))
 
-    frontier.references.extend(step(node, 0.1) for node in range(5))
+    search.references.extend(step(node, 0.1) for node in range(5))
     slowed = [step(node, 0.9) for node in range(5)]
     steps = [replace(cost, step=cost.step + 0.8, own_step=cost.own_step + 0.8) for cost in slowed]
-    return frontier.judge(recomputing_plan(0.0, waits=False), steps, ALLOWED)
+    return search.judge(recomputing_plan(0.0, waits=False), steps, ALLOWED)
 
 
 def test_bursts_that_are_shorter_than_a_step_are_in_no_slowdown():
@@ -102,43 +102,43 @@ def test_bursts_that_are_shorter_than_a_step_are_in_no_slowdown():
 
 def test_they_are_in_the_slowdown_of_whole_steps(monkeypatch):
     """A mutant."""
-    monkeypatch.setattr(Frontier, "_median_nodes", lambda self, costs: [median(cost.computed for cost in costs)])
+    monkeypatch.setattr(PlanSearch, "_median_nodes", lambda self, costs: [median(cost.computed for cost in costs)])
     assert slowdown_beside_bursts() > 0.19
 
 
 def test_on_a_shared_processor_cpu_times_are_compared_and_elapsed_times_are_planned_with():
-    frontier = Frontier(MEASURED)
-    frontier.references.extend([StepCost(12.0, (1.5,) * 8, 8.0, 8.0)] * LIMITS.measurements)
-    assert frontier.is_shared
+    search = PlanSearch(MEASURED)
+    search.references.extend([StepCost(12.0, (1.5,) * 8, 8.0, 8.0)] * LIMITS.measurements)
+    assert search.is_shared
     steps = [StepCost(15.0, (1.8,) * 8, 8.4, 8.3)] * LIMITS.measurements
-    assert frontier.judge(recomputing_plan(0.0, waits=False), steps, ALLOWED) == pytest.approx(0.05)
-    assert frontier.reference_node_seconds == [1.5] * 8
+    assert search.judge(recomputing_plan(0.0, waits=False), steps, ALLOWED) == pytest.approx(0.05)
+    assert search.reference_node_seconds == [1.5] * 8
 
 
 def test_a_judged_plan_is_known_after_it_has_been_copied():
-    frontier = Frontier(MEASURED)
-    frontier.references.extend([StepCost(8.0, (1.0,) * 8, 8.0, 8.0)] * LIMITS.measurements)
+    search = PlanSearch(MEASURED)
+    search.references.extend([StepCost(8.0, (1.0,) * 8, 8.0, 8.0)] * LIMITS.measurements)
     plan = recomputing_plan(0.0, waits=True)
-    assert frontier.judged(plan) is None
-    frontier.judge(plan, [StepCost(8.4, (1.0,) * 8, 8.4, 8.0)] * LIMITS.measurements, ALLOWED)
-    copied = frontier.judged(replace(plan, refusals={"a reason": 1}))
+    assert search.judged(plan) is None
+    search.judge(plan, [StepCost(8.4, (1.0,) * 8, 8.4, 8.0)] * LIMITS.measurements, ALLOWED)
+    copied = search.judged(replace(plan, refusals={"a reason": 1}))
     assert copied is not None
     assert (copied.slowdown, copied.reference_steps) == (pytest.approx(0.05), LIMITS.measurements)
-    assert frontier.judged(recomputing_plan(0.0, waits=False)) is None
-    assert frontier.judged(None) is None
+    assert search.judged(recomputing_plan(0.0, waits=False)) is None
+    assert search.judged(None) is None
 
 
 def judged_after(ratios, limits=MEASURED, *, allowed=ALLOWED):
     """The slowdown of a plan whose steps take these multiples of reference steps, and after how many it is known."""
-    frontier = Frontier(limits)
+    search = PlanSearch(limits)
     steps = []
     for count, ratio in enumerate(ratios, 1):
         steps.append(StepCost(8.0 * ratio, (ratio,) * 8, 8.0 * ratio, 8.0 * ratio))
-        frontier.references.append(StepCost(8.0, (1.0,) * 8, 8.0, 8.0))
-        slowdown = frontier.judge(recomputing_plan(0.0, waits=False), steps, allowed)
+        search.references.append(StepCost(8.0, (1.0,) * 8, 8.0, 8.0))
+        slowdown = search.judge(recomputing_plan(0.0, waits=False), steps, allowed)
         if slowdown is not None:
-            return frontier, slowdown, count
-    return frontier, None, len(steps)
+            return search, slowdown, count
+    return search, None, len(steps)
 
 
 @pytest.mark.parametrize(
@@ -158,18 +158,18 @@ def judged_after(ratios, limits=MEASURED, *, allowed=ALLOWED):
 )
 def test_steps_are_measured_until_noise_can_be_told_from_the_slowdown(ratios, slowdown, count, kept):
     """A plan keeps `max_slowdown` only if its slowdown plus the margin of error does."""
-    frontier, found, steps = judged_after(ratios)
+    search, found, steps = judged_after(ratios)
     assert (found, steps) == (pytest.approx(slowdown, abs=1e-6) if slowdown is not None else None, count)
-    assert (frontier.best(ALLOWED) is not None) == bool(kept)
-    assert len(frontier.tried) == (slowdown is not None)
+    assert (search.best(ALLOWED) is not None) == bool(kept)
+    assert len(search.tried) == (slowdown is not None)
 
 
 def test_without_the_margin_a_lucky_plan_is_kept():
     """A mutant."""
     limits = replace(MEASURED, standard_errors=0.0, measurements_before_keeping=3)  # two rules less
-    frontier, slowdown, count = judged_after(UNCERTAIN, limits)
+    search, slowdown, count = judged_after(UNCERTAIN, limits)
     assert (slowdown, count) == (pytest.approx(0.04), 3)
-    assert frontier.best(ALLOWED) is not None
+    assert search.best(ALLOWED) is not None
 
 
 ALIKE_BY_CHANCE = [1.03, 1.031, 1.06, 1.1, 1.0, 1.08, 1.02, 1.09]  # two of the first three steps agree by chance
@@ -181,35 +181,35 @@ ALIKE_BY_CHANCE = [1.03, 1.031, 1.06, 1.1, 1.0, 1.08, 1.02, 1.09]  # two of the 
 def test_a_first_plan_is_not_kept_because_three_steps_agree(before_keeping, count, kept):
     """The second row is a mutant."""
     limits = replace(MEASURED, measurements_before_keeping=before_keeping)
-    frontier, _, steps = judged_after(ALIKE_BY_CHANCE, limits)
-    assert (steps, frontier.best(ALLOWED) is not None) == (count, kept)
+    search, _, steps = judged_after(ALIKE_BY_CHANCE, limits)
+    assert (steps, search.best(ALLOWED) is not None) == (count, kept)
 
 
 def test_later_plans_are_kept_after_three_steps():
-    frontier, _, _ = judged_after([1.10, 1.16, 1.13])
-    frontier.forget_steps()
-    frontier.references.extend([StepCost(8.0, (1.0,) * 8, 8.0, 8.0)] * 3)
+    search, _, _ = judged_after([1.10, 1.16, 1.13])
+    search.forget_steps()
+    search.references.extend([StepCost(8.0, (1.0,) * 8, 8.0, 8.0)] * 3)
     steps = [StepCost(8.24, (1.03,) * 8, 8.24, 8.24)] * 3
-    assert frontier.judge(recomputing_plan(0.0, waits=True), steps, ALLOWED) is not None
-    assert frontier.best(ALLOWED) is not None
+    assert search.judge(recomputing_plan(0.0, waits=True), steps, ALLOWED) is not None
+    assert search.best(ALLOWED) is not None
 
 
 def test_a_program_that_starts_is_seen_in_the_last_reference_steps():
-    frontier = Frontier(LIMITS)
-    frontier.references.extend([StepCost(8.0, (1.0,) * 8, 8.0, 8.0)] * 5)
-    frontier.references.extend([StepCost(12.0, (1.5,) * 8, 8.0, 8.0)] * 2)
-    assert not frontier.is_shared
-    frontier.references.append(StepCost(12.0, (1.5,) * 8, 8.0, 8.0))
-    assert frontier.is_shared
+    search = PlanSearch(LIMITS)
+    search.references.extend([StepCost(8.0, (1.0,) * 8, 8.0, 8.0)] * 5)
+    search.references.extend([StepCost(12.0, (1.5,) * 8, 8.0, 8.0)] * 2)
+    assert not search.is_shared
+    search.references.append(StepCost(12.0, (1.5,) * 8, 8.0, 8.0))
+    assert search.is_shared
 
 
 @pytest.mark.parametrize("disturbed", ["steps", "references", "neither"])
 def test_disturbed_steps_of_both_kinds_are_noticed(disturbed):
     even = [StepCost(8.0, (1.0,) * 8, 8.0, 8.0)] * 5
     uneven = even[:2] + [StepCost(12.0, (1.5,) * 8, 12.0, 12.0)] * 3
-    frontier = Frontier(LIMITS)
-    frontier.references.extend(uneven if disturbed == "references" else even)
-    assert frontier.are_disturbed(uneven if disturbed == "steps" else even) == (disturbed != "neither")
+    search = PlanSearch(LIMITS)
+    search.references.extend(uneven if disturbed == "references" else even)
+    assert search.are_disturbed(uneven if disturbed == "steps" else even) == (disturbed != "neither")
 
 
 def tried(saved_bytes, slowdown, error=0.0):
@@ -236,13 +236,13 @@ def tried(saved_bytes, slowdown, error=0.0):
     ],
 )
 def test_another_plan_is_tried_where_it_would_probably_need_much_less_memory(plans, least_bytes, goes_on):
-    frontier = Frontier(LIMITS)
-    frontier.tried = [tried(*plan) for plan in plans]
-    assert (frontier.reason_to_move(ALLOWED, least_bytes) is not None) == goes_on
+    search = PlanSearch(LIMITS)
+    search.tried = [tried(*plan) for plan in plans]
+    assert (search.reason_to_move(ALLOWED, least_bytes) is not None) == goes_on
 
 
 @pytest.mark.parametrize(("error", "aim"), [(0.0, 0.0475), (0.001, 0.0475), (0.006, 0.044), (0.02, 0.04)])
 def test_the_more_steps_vary_the_further_below_the_promise_the_next_plan_aims(error, aim):
-    frontier = Frontier(LIMITS)
-    frontier.tried = [tried(500, 0.01, error)]
-    assert frontier._likely_saved(ALLOWED) == pytest.approx(500 * aim / (0.01 + error))
+    search = PlanSearch(LIMITS)
+    search.tried = [tried(500, 0.01, error)]
+    assert search._likely_saved(ALLOWED) == pytest.approx(500 * aim / (0.01 + error))

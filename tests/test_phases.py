@@ -82,7 +82,7 @@ def test_a_search_that_ends_with_nothing_swapped_ends_the_return_of_large_blocks
 
     def settle(promise, planned):
         if planned.is_measured and planned.plan.swaps:
-            planned.frontier.is_settled = True
+            planned.search.is_settled = True
             planned.follow(make_plan(planned.trace(), planned.link, ()), None)
         return False
 

@@ -5,7 +5,7 @@ from unittest import mock
 
 import plant as machines
 import pytest
-from test_frontier import STEPS, machine
+from test_plan_search import STEPS, machine
 
 from offload.control.limits import LIMITS
 from offload.control.promise import SlowdownPromise
@@ -20,7 +20,7 @@ def planned():
     plant, profiled, calibrated = machine(0)
     planned, _ = machines.run(plant, profiled, calibrated, 4, max_slowdown=0.05)
     planned.executors.clear()
-    assert not planned.frontier.is_settled
+    assert not planned.search.is_settled
     return planned
 
 
@@ -34,10 +34,10 @@ def promise(plan_state=None):
 def test_a_device_that_is_behind_gets_no_reference_steps(planned):
     """And its other steps do not count: no measured step would have one beside it."""
     planned.executors.extend([ENDED] * planned.executors.maxlen)
-    planned.plan_steps = planned.frontier.begun + 1
-    before = planned.plan_steps, planned.frontier.begun
+    planned.plan_steps = planned.search.begun + 1
+    before = planned.plan_steps, planned.search.begun
     assert not any(promise().begin_reference(planned, Counts()) for _ in range(5))
-    assert (planned.plan_steps, planned.frontier.begun) == before
+    assert (planned.plan_steps, planned.search.begun) == before
     planned.executors.popleft()
     assert promise().begin_reference(planned, Counts())
 
@@ -55,4 +55,4 @@ def test_a_search_that_begins_again_may_plan_as_often_as_the_first():
     planned, _ = machines.run(plant, profiled, calibrated, STEPS, max_slowdown=0.05)
     planned.replans = LIMITS.replans
     assert promise(mock.Mock(**{"is_outdated.return_value": True})).is_outdated(planned)
-    assert (planned.replans, planned.frontier.tried, planned.frontier.is_settled) == (0, [], False)
+    assert (planned.replans, planned.search.tried, planned.search.is_settled) == (0, [], False)

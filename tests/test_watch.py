@@ -4,8 +4,8 @@ from itertools import pairwise
 
 import pytest
 
-from offload.control.frontier import Frontier
 from offload.control.limits import LIMITS
+from offload.control.plan_search import PlanSearch
 from offload.control.step_cost import StepCost
 from offload.control.tried_plan import TriedPlan
 from offload.control.watch import Watch
@@ -72,19 +72,19 @@ def test_it_is_broken_if_all_of_the_last_comparisons_say_so(slowdowns, broken):
 def test_a_plan_that_was_judged_by_steps_that_keep_every_tensor_is_compared_with_those(keeps_all):
     trace = Trace((Node("a", 8.0, False),), (0,), ())
     plan = make_plan(trace, Link(1.0, 1.0), ())
-    frontier = Frontier(LIMITS)
-    frontier.tried = [TriedPlan(plan, 0.04, 0.0, 0.0, 3, 8.0, 0.0, 0.04, 0.0, keeps_all=keeps_all)]
+    search = PlanSearch(LIMITS)
+    search.tried = [TriedPlan(plan, 0.04, 0.0, 0.0, 3, 8.0, 0.0, 0.04, 0.0, keeps_all=keeps_all)]
     steps = [StepCost(8.8, (8.8,), 8.8, 8.8)] * 3
-    assert frontier.compare_with_search(plan, []) == keeps_all
-    assert not frontier.watch.looks
-    assert frontier.compare_with_search(plan, steps) == keeps_all
-    assert list(frontier.watch.looks) == (pytest.approx([0.1]) if keeps_all else [])
+    assert search.compare_with_search(plan, []) == keeps_all
+    assert not search.watch.looks
+    assert search.compare_with_search(plan, steps) == keeps_all
+    assert list(search.watch.looks) == (pytest.approx([0.1]) if keeps_all else [])
 
 
 def test_a_new_search_begins_with_a_new_watch():
-    frontier = Frontier(LIMITS)
-    frontier.watch.looks.append(0.01)
-    frontier.watch.begin()
-    assert frontier.watch.interval == 2 * FIRST
-    frontier.search_again()
-    assert (frontier.watch.interval, list(frontier.watch.looks)) == (FIRST, [])
+    search = PlanSearch(LIMITS)
+    search.watch.looks.append(0.01)
+    search.watch.begin()
+    assert search.watch.interval == 2 * FIRST
+    search.restart()
+    assert (search.watch.interval, list(search.watch.looks)) == (FIRST, [])

@@ -261,7 +261,7 @@ class PlanController:
     def _plan(self, planned: PlannedStep, held: HeldBytes) -> None:
         limit_bytes = self._options.memory_limit
         if limit_bytes is not None and planned.exceeds(limit_bytes, held):
-            planned.search_again()
+            planned.restart_search()
         planned.held = planned.plan_held.raised_to(held)
         try:
             plan = self._promise.plan(planned)

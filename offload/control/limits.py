@@ -39,7 +39,7 @@ class Limits:
     recheck_steps, recheck_steps_max
         If a plan neither swaps nor recomputes, one step in `recheck_steps` runs with hooks and is compared with the
         recorded step. With `max_slowdown`, a plan is compared with reference steps (steps without slowed computation,
-        `frontier.py`) again after the search, in each step whose number is a multiple of `recheck_steps`. While the
+        `plan_search.py`) again after the search, in each step whose number is a multiple of `recheck_steps`. While the
         plan keeps `max_slowdown`, this interval doubles at each comparison but the first, up to `recheck_steps_max`
         (`Watch`).
     measurements, measurements_before_judging
@@ -49,7 +49,7 @@ class Limits:
         The first plan of a search is not kept before this many of its steps, and as many reference steps, have been
         measured (`judged_steps`, if that is less). The deviation of three steps is often small by chance, and the
         margin of error follows from it. For a later plan, at least half of the median deviation of all plans is
-        assumed (`Frontier._error`). A plan that is wrongly rejected costs memory, but does not break the promise.
+        assumed (`PlanSearch._error`). A plan that is wrongly rejected costs memory, but does not break the promise.
     judged_steps, standard_errors
         The slowdown of a plan has a margin of error: `standard_errors` times its standard error. With `max_slowdown`,
         the steps of a plan and its reference steps are measured until slowdown and `max_slowdown` differ by more than
@@ -70,7 +70,7 @@ class Limits:
           added.
     deviation_min
         Least standard deviation that is assumed of the ratio of a step to the reference step beside it.
-    searched
+    search_steps
         The search for a plan ends once at least this many steps, reference steps included, have been measured to judge
         plans. A plan takes at least six, three of each kind; the first one ten if it seems to keep `max_slowdown`.
         After five such plans that is 34, so a sixth can be judged: the first plan and `replans` others.
@@ -159,7 +159,7 @@ class Limits:
     plan_spread: float = 0.005
     predicted_spread: float = 0.5
     deviation_min: float = 0.002
-    searched: int = 36
+    search_steps: int = 36
     steady_measured_every: int = 16
     device_measured_every: int = 32
     manual_measured_steps: int = 5

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import NamedTuple
 
-from offload.control.frontier import Frontier
 from offload.control.limits import Limits
+from offload.control.plan_search import PlanSearch
 from offload.control.step_cost import StepCost
 from offload.control.trial import Recipes, TrialObserver, recipes_of
 from offload.plan import InfeasibleLimitError, Link, Plan, StateOverlap, make_plan
@@ -69,8 +69,8 @@ class PlannedStep:
         `steps`: number of steps since the first plan. `plan_steps`: number of steps that have followed the present plan
         since its measurement began, except reference steps and steps that were not measured because of `is_behind`.
         `replans`: number of plans made because of measured steps since the search last began.
-    frontier
-        Reference steps, and the slowdowns of the plans so far.
+    search
+        The search for a plan that keeps `max_slowdown`.
     executors
         Executors of steps whose measurements have not been read yet.
     node_seconds, step_seconds, swap_seconds, recompute_seconds
@@ -123,7 +123,7 @@ class PlannedStep:
     reference: Schedule | None = None
     steps: int = 0
     plan_steps: int = 0
-    frontier: Frontier = field(init=False)
+    search: PlanSearch = field(init=False)
     replans: int = 0
     executors: deque[MeteredExecutor] = field(default_factory=lambda: deque(maxlen=4))
     node_seconds: deque[tuple[float, ...]] = field(init=False)
@@ -148,7 +148,7 @@ class PlannedStep:
 
     def __post_init__(self) -> None:
         self.plan_held = self.held
-        self.frontier = Frontier(self.limits)
+        self.search = PlanSearch(self.limits)
         self.node_seconds = deque(maxlen=self.limits.measurements)
         self.step_seconds = deque(maxlen=self.limits.measurements)
         self.costs = deque(maxlen=self.limits.judged_steps)
@@ -206,7 +206,7 @@ class PlannedStep:
         own = profile.gradient_bytes if held.gradients > profile.held.gradients else [0] * len(trace.nodes)
         more = [max(held.total - profile.held.total - made, held.kept - profile.held.kept) for made in own]
         nodes = trace.nodes
-        seconds = self.frontier.reference_node_seconds
+        seconds = self.search.reference_node_seconds
         if seconds is None and self.node_seconds:
             seconds = [median(column) for column in zip(*self.node_seconds, strict=True)]
         if seconds is not None:
@@ -214,7 +214,7 @@ class PlannedStep:
         trace = replace(trace, nodes=nodes, base_bytes=tuple(map(sum, zip(trace.base_bytes, more, strict=True))))
         if self.recipes is None:
             return trace
-        slowed = self.frontier.recompute_byte_seconds
+        slowed = self.search.recompute_byte_seconds
         return self.recipes.added_to(trace, self.recompute_factors, self.link.swap_seconds, slowed)
 
     def follow(self, plan: Plan, limit_bytes: int | None) -> None:
@@ -230,15 +230,15 @@ class PlannedStep:
         measured = self.recipes.measured if self.recipes is not None else None
         self.schedule = planned_schedule(self.profile.order, plan, self.profile.members, measured)
         self.reference = None
-        self.frontier.repeats = 0
+        self.search.repeats = 0
         self._forget_measured_steps()
         self.recompute_seconds.clear()
         self.activation_bytes.clear()
         self.late_tensors = 0
 
-    def search_again(self) -> None:
+    def restart_search(self) -> None:
         """Begin the search for a plan again: the memory in use has changed, so the plans tried so far do not count."""
-        self.frontier.search_again()
+        self.search.restart()
         self.replans = 0
 
     def measure_again(self) -> None:
@@ -246,14 +246,14 @@ class PlannedStep:
 
         Because other programs slowed its steps, or because its reference steps can no longer keep every tensor.
         """
-        self.frontier.repeats += 1
-        self.frontier.searched += len(self.costs) + len(self.frontier.references)
+        self.search.repeats += 1
+        self.search.steps += len(self.costs) + len(self.search.references)
         self.reference = None  # whether it may keep every tensor depends on the free memory, which may have changed
         self._forget_measured_steps()
 
     def _forget_measured_steps(self) -> None:
         self.plan_steps = 0
-        self.frontier.forget_steps()
+        self.search.forget_steps()
         self.step_seconds.clear()
         self.costs.clear()
 
@@ -305,7 +305,7 @@ class PlannedStep:
             if measured is None:
                 unread.append(executor)
             elif executor.schedule is self.reference:
-                self.frontier.add_reference(measured, self.costs)
+                self.search.add_reference(measured, self.costs)
                 row = StepRecord(False, None, measured.step_seconds, measured.stall_seconds, is_reference=True)
                 counts.steps_measured.append(row)
             elif executor.schedule is self.schedule:

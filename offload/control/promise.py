@@ -41,7 +41,7 @@ class SlowdownPromise:
     """Makes a session's plans, and keeps `max_slowdown` (the promise).
 
     To do so, it compares the steps of each plan with reference steps: steps in which no copy slows the computation
-    (`frontier.py`).
+    (`plan_search.py`).
 
     Parameters
     ----------
@@ -81,15 +81,15 @@ class SlowdownPromise:
 
     def is_open(self, planned: PlannedStep) -> bool:
         """Return whether the search for a plan that keeps the promise goes on."""
-        return self.applies(planned) and not planned.frontier.is_settled
+        return self.applies(planned) and not planned.search.is_settled
 
     def begin_reference(self, planned: PlannedStep, counts: Counts) -> bool:
         """Count the step that begins. Returns whether it is to be a reference step."""
         if self._wants_reference(planned):
-            planned.frontier.begun += 1
+            planned.search.begun += 1
             counts.reference_steps += 1
             return True
-        planned.plan_steps += not planned.is_behind  # `Frontier.is_due` counts only steps that can be measured
+        planned.plan_steps += not planned.is_behind  # `PlanSearch.is_due` counts only steps that can be measured
         return False
 
     def reference_schedule(self, planned: PlannedStep) -> Schedule:
@@ -107,9 +107,9 @@ class SlowdownPromise:
         """
         plan = planned.plan
         assert plan is not None
-        if planned.reference is not None and not planned.frontier.is_settled:
+        if planned.reference is not None and not planned.search.is_settled:
             return planned.reference
-        keeps_all = not planned.frontier.is_settled and self._may_keep_all(planned)
+        keeps_all = not planned.search.is_settled and self._may_keep_all(planned)
         return planned.make_reference(keeps_all=keeps_all)
 
     def _may_keep_all(self, planned: PlannedStep) -> bool:
@@ -165,7 +165,7 @@ class SlowdownPromise:
             link = replace(link, swap_seconds=median(planned.swap_seconds))
         if self.applies(planned):
             return self._needs_other_plan(planned, link)
-        if planned.replans >= self._limits.replans or planned.frontier.is_settled or self._is_best(planned):
+        if planned.replans >= self._limits.replans or planned.search.is_settled or self._is_best(planned):
             return False
         reasons = planned.reasons_to_replan(link)
         if reasons:
@@ -184,14 +184,14 @@ class SlowdownPromise:
     def _wants_reference(self, planned: PlannedStep) -> bool:
         if not self.applies(planned) or planned.is_behind:
             return False
-        frontier, allowed = planned.frontier, self._options.max_slowdown
+        search, allowed = planned.search, self._options.max_slowdown
         assert allowed is not None
-        if frontier.is_settled:
-            if not frontier.watch.is_due(planned.steps, allowed):
+        if search.is_settled:
+            if not search.watch.is_due(planned.steps, allowed):
                 return False
-            frontier.watch.begin()
-            return not frontier.compare_with_search(planned.plan, planned.costs)
-        if not frontier.is_due(planned.plan_steps):
+            search.watch.begin()
+            return not search.compare_with_search(planned.plan, planned.costs)
+        if not search.is_due(planned.plan_steps):
             return False
         kept = planned.reference if planned.reference is not None and not planned.reference.is_serial else None
         if kept is None:
@@ -204,31 +204,31 @@ class SlowdownPromise:
 
     def _needs_other_plan(self, planned: PlannedStep, link: Link) -> bool:
         """Return whether another plan is due. If the search ends, the plan of `_best` is followed."""
-        frontier, plan, allowed = planned.frontier, planned.plan, self._options.max_slowdown
+        search, plan, allowed = planned.search, planned.plan, self._options.max_slowdown
         assert plan is not None
         assert allowed is not None
-        if frontier.is_settled:
-            if frontier.watch.is_broken(allowed):
+        if search.is_settled:
+            if search.watch.is_broken(allowed):
                 log.info(
                     "planning again: steps were slower than max_slowdown allows in each of the last %d comparisons",
-                    len(frontier.watch.looks),
+                    len(search.watch.looks),
                 )
-                planned.link = frontier.start_again(plan, link)
+                planned.link = search.restart_after(plan, link)
                 planned.replans = 0
-            return not frontier.is_settled
-        if frontier.are_disturbed(planned.costs) and frontier.repeats < self._limits.repeats:
+            return not search.is_settled
+        if search.are_disturbed(planned.costs) and search.repeats < self._limits.repeats:
             planned.measure_again()
             return False
         keeps_all = not self._on_cpu and planned.reference is not None and not planned.reference.is_serial
-        if frontier.judge(plan, planned.costs, allowed, keeps_all=keeps_all) is None:
+        if search.judge(plan, planned.costs, allowed, keeps_all=keeps_all) is None:
             return False
-        reason = frontier.reason_to_move(allowed, least_feasible_limit(plan.trace))
+        reason = search.reason_to_move(allowed, least_feasible_limit(plan.trace))
         limits = self._limits
-        if reason is None or planned.replans >= limits.replans or frontier.searched >= limits.searched:
+        if reason is None or planned.replans >= limits.replans or search.steps >= limits.search_steps:
             self._settle(planned, allowed)
             return False
         planned.replans += 1
-        planned.link = frontier.learn(link)
+        planned.link = search.learn(link)
         log.info("planning again (%d of at most %d): %s", planned.replans, self._limits.replans, reason)
         return True
 
@@ -239,7 +239,7 @@ class SlowdownPromise:
         """
         if self._plan_state is None or planned.plan is None or not self._plan_state.is_outdated(planned):
             return False
-        planned.search_again()
+        planned.restart_search()
         return True
 
     def plan(self, planned: PlannedStep) -> Plan:
@@ -304,7 +304,7 @@ class SlowdownPromise:
             release_free_memory()
 
     def _plan(self, planned: PlannedStep, trace: Trace) -> Plan:
-        options, frontier, allowed = self._options, planned.frontier, self._options.max_slowdown
+        options, search, allowed = self._options, planned.search, self._options.max_slowdown
         room = device_bytes(self._engine.device)
         held_bytes = planned.recipes.held_bytes(planned.recipes.recompute) if planned.recipes is not None else 0
         make = partial(wanted_plan, trace, planned.link, device_bytes=room, limits=self._limits)
@@ -312,23 +312,23 @@ class SlowdownPromise:
             return make(options=options, held_bytes=held_bytes)
         step_seconds = sum(node.seconds for node in trace.nodes)
         effort = self._limits.search_effort(step_seconds, len(trace.tensors), on_cpu=self._on_cpu)
-        frontier.is_settled = False
+        search.is_settled = False
         least = least_feasible_limit(trace)
         kept = make_plan(trace, planned.link, ())
         if options.memory_limit is None and not self._limits.is_worth_hooks(least, kept.peak_bytes):
-            frontier.is_settled = True  # no plan can save enough to be worth the time of its hooks
+            search.is_settled = True  # no plan can save enough to be worth the time of its hooks
             return kept
-        if frontier.tried:
-            peak = max(frontier.wanted_peak(allowed), least)
+        if search.tried:
+            peak = max(search.wanted_peak(allowed), least)
             if options.memory_limit is not None:
                 peak = min(peak, options.memory_limit)
             elif not self._limits.is_worth_hooks(peak, kept.peak_bytes):
                 peak = max(least, int(self._limits.worthwhile_peak(kept.peak_bytes)))
-                if not frontier.may_keep(allowed, kept.peak_bytes - peak):
+                if not search.may_keep(allowed, kept.peak_bytes - peak):
                     return self._end_search(planned, allowed)  # a plan that keeps the promise would save too little
             wanted_options = replace(options, max_slowdown=None, memory_limit=peak)
             plan = make(options=wanted_options, held_bytes=held_bytes, effort=effort)
-            if frontier.is_new(plan):
+            if search.is_new(plan):
                 return plan
             return self._end_search(planned, allowed)  # this plan was tried already, or it moves nothing
         plan = make(options=replace(options, max_slowdown=allowed), held_bytes=held_bytes, effort=effort)
@@ -352,24 +352,24 @@ class SlowdownPromise:
         On an accelerator, makes torch's allocator release its cache if reference steps kept every tensor: later steps
         need less.
         """
-        frontier = planned.frontier
-        frontier.is_settled = True
+        search = planned.search
+        search.is_settled = True
         planned.late = {}  # these tensors were late in the last plan: they must not change the prefetches of another
         planned.reference = None  # measurements of its steps that arrive later do not count
         device = device_of(self._engine.device)
-        if isinstance(device, Accelerator) and any(each.keeps_all for each in frontier.tried):
+        if isinstance(device, Accelerator) and any(each.keeps_all for each in search.tried):
             device.release_cached()
         return self._last(planned, allowed)
 
     def _last(self, planned: PlannedStep, allowed: float) -> Plan:
         """Return the plan that the search ends with. Logs it if it is not the plan that was judged last."""
-        plan, judged = self._best(planned, allowed), planned.frontier.tried[-1]
+        plan, judged = self._best(planned, allowed), planned.search.tried[-1]
         if plan is not judged.plan:
             is_slow = judged.slowdown_max > allowed
             why = f"was {judged.in_words} slower than without swapping" if is_slow else "saves too little memory"
             swaps = len(plan.swaps), len(judged.plan.swaps)
             log.info("back to a plan with %d swaps: the last one tried, with %d swaps, %s", *swaps, why)
-        kept = planned.frontier.judged(plan)
+        kept = planned.search.judged(plan)
         if kept is not None:
             log.info("the search ends with a plan that was %s slower than without swapping", kept.in_words)
         return plan
@@ -381,8 +381,8 @@ class SlowdownPromise:
         plan of least memory that kept the promise, however little it saves. If no plan kept the promise, return the
         fastest of the tried plans.
         """
-        frontier, limit_bytes = planned.frontier, self._options.memory_limit
-        best = frontier.best(allowed)
+        search, limit_bytes = planned.search, self._options.memory_limit
+        best = search.best(allowed)
         if best is not None and self._limits.is_worth_hooks(best.peak_bytes, best.unswapped_peak_bytes):
             return best
         state = planned.plan.state if planned.plan is not None else None
@@ -390,7 +390,7 @@ class SlowdownPromise:
         if limit_bytes is not None and plan.peak_bytes > limit_bytes:
             if best is not None:
                 return best
-            fastest = min(frontier.tried, key=lambda each: each.slowdown_max)
+            fastest = min(search.tried, key=lambda each: each.slowdown_max)
             warnings.warn(
                 f"max_slowdown={allowed:.3g} is not met within memory_limit ({format_bytes(limit_bytes)}): steps of "
                 f"the fastest plan tried were {fastest.in_words} slower than without swapping; raise one of the two",

@@ -63,7 +63,7 @@ class Trials:
         plan = planned.plan
         assert plan is not None
         has_had_one = planned.recipes is not None or planned.trial is not None
-        if has_had_one or planned.frontier.is_settled or not is_worth_a_trial(plan, self._options, self._limits):
+        if has_had_one or planned.search.is_settled or not is_worth_a_trial(plan, self._options, self._limits):
             return None
         if self._regions.chosen:
             planned.recipes = Recipes()

@@ -1,4 +1,4 @@
-"""A plan whose steps have been measured. `Frontier` judges it."""
+"""A plan whose steps have been measured. `PlanSearch` judges it."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ class TriedPlan:
     measured
         Measured slowdown, relative to the computation of reference steps: 0.05 means that a step took 5 % longer.
     measured_error
-        The standard error of `measured` (`Frontier._error`).
+        The standard error of `measured` (`PlanSearch._error`).
     deviation
         Standard deviation of the ratio of a step to the reference step next to it.
     reference_steps
         Number of reference steps from which `measured` was computed.
     compute_seconds
-        Computation time of these reference steps (`Frontier.judge`).
+        Computation time of these reference steps (`PlanSearch.judge`).
     unexplained_seconds
         Measured step time minus the computation time of reference steps, minus the recomputation, waits and hook time
         that the plan predicts. It is taken as the time by which copies and the recording of operators slowed the

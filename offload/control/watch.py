@@ -20,7 +20,7 @@ class Watch:
         `recheck_steps`, `recheck_steps_max`, `measurements_before_judging`, `aim_min`.
     looks
         The last comparisons. Each is the slowdown of the plan's latest measured steps relative to a new reference step
-        (a step without slowed computation, `frontier.py`). There is an exception on an accelerator: if the plan was
+        (a step without slowed computation, `plan_search.py`). There is an exception on an accelerator: if the plan was
         judged by reference steps that kept every tensor, it is compared with those, and no new reference step runs.
     interval
         A comparison is due in each step whose number is a multiple of this.

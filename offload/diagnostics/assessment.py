@@ -120,7 +120,7 @@ def _by_plan(verdict: Verdict, controller: PlanController, planned: PlannedStep 
     # If there are measured steps, uses only those whose times the verdict gives: other programs may have slowed others.
     known = list(planned.node_seconds)[-len(planned.step_seconds) :]
     compute = median(map(sum, known)) if known else sum(node.seconds for node in trace.nodes)
-    judged = planned.frontier.judged(planned.plan) if planned.step_seconds else None
+    judged = planned.search.judged(planned.plan) if planned.step_seconds else None
     if judged is not None:
         compute = median(planned.step_seconds) / (1 + judged.measured)
     compute -= controller.regions.seconds

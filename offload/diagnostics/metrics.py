@@ -136,7 +136,7 @@ class StepLogger:
 def _slowdown(main: Any) -> float | None:
     """Return the measured slowdown of the plan, or of the last measured steps; None if no step was measured."""
     if isinstance(main, PlannedStep):
-        judged = main.frontier.judged(main.plan)
+        judged = main.search.judged(main.plan)
         if judged is not None:
             return judged.measured
         taken, computed = [cost.step for cost in main.costs], [cost.computed for cost in main.costs]

@@ -1,6 +1,4 @@
-"""Keeps `max_slowdown` (the *promise*) by measurement.
-
-`Frontier` stores how long computation takes while no copy runs, and which plans kept the promise.
+"""Searches for a plan of little memory that keeps `max_slowdown` (the *promise*), by measuring each plan's steps.
 
 In a *reference step*, computation stops while a copy runs, so that no copy slows it (`plan/serial.py`; on an
 accelerator copy-outs, which hardly slow it, run meanwhile); or every tensor is kept
@@ -28,12 +26,14 @@ from offload.control.watch import Watch
 from offload.plan import Link, Plan
 from offload.runtime.executor import Measured
 
-__all__ = ["Frontier"]
+__all__ = ["PlanSearch"]
 
 
 @dataclass
-class Frontier:
-    """Reference steps of a signature's present plan, and the slowdowns of its plans.
+class PlanSearch:
+    """A search for the plan of least memory that keeps `max_slowdown`, for one signature.
+
+    It stores the reference steps of the present plan, and the measured slowdowns of the plans tried so far.
 
     Attributes
     ----------
@@ -47,7 +47,7 @@ class Frontier:
         its measurement.
     reference_node_seconds
         Elapsed seconds of each node without swapping, by the reference steps of the plan that was judged last. None
-        before the first judgement, and after `start_again`.
+        before the first judgement, and after `restart_after`.
     repeats
         How often the steps of the present plan have been measured again.
     tried
@@ -60,7 +60,7 @@ class Frontier:
     recompute_byte_seconds
         Seconds by which each recomputed byte slows the computation, because operators have to be recorded: as estimated
         from `tried`. Plans with recomputation assume it.
-    searched
+    steps
         Number of steps that were measured to judge plans in this search, reference steps included.
     is_settled
         Whether the search has ended. Then measured steps cause a new plan only if `watch.is_broken`.
@@ -77,7 +77,7 @@ class Frontier:
     expected_byte_seconds: float | None = None
     byte_seconds: float = 0.0
     recompute_byte_seconds: float = 0.0
-    searched: int = 0
+    steps: int = 0
     is_settled: bool = False
     watch: Watch = field(init=False)
 
@@ -148,8 +148,8 @@ class Frontier:
             self.watch.looks.append(median(last) / judged.compute_seconds - 1)
         return True
 
-    def start_again(self, plan: Plan, link: Link) -> Link:
-        """Search anew, as `search_again` does, and forget how long nodes take without swapping.
+    def restart_after(self, plan: Plan, link: Link) -> Link:
+        """Search anew, as `restart` does, and forget how long nodes take without swapping.
 
         The plan has become too slow. Its slowdown is the median of the last comparisons (`watch`). The part that the
         plan does not predict, divided by the bytes that it copies and recomputes, is the new cost of a byte: of a
@@ -157,7 +157,7 @@ class Frontier:
         plan is predicted to be slower than `max_slowdown` allows, so the new search begins with one that moves less.
         """
         judged, slowdown = self.judged(plan), median(self.watch.looks)
-        self.search_again()
+        self.restart()
         self.reference_node_seconds = None
         moved = judged.copied_bytes + judged.recomputed_bytes if judged is not None else 0
         if judged is None or not moved:
@@ -173,13 +173,13 @@ class Frontier:
         self.begun = 0
         self.references.clear()
 
-    def search_again(self) -> None:
+    def restart(self) -> None:
         """Forget the tried plans, so that the search begins again."""
         self.is_settled = False
         self.expected_byte_seconds = None
         self.tried.clear()
         self.watch = Watch(self.limits)
-        self.searched = 0
+        self.steps = 0
 
     def is_due(self, plan_steps: int) -> bool:
         """Return whether the step that begins is to be a reference step.
@@ -304,7 +304,7 @@ class Frontier:
         self.tried, self.byte_seconds = found.tried, found.byte_seconds
         if any(each.recomputed_bytes for each in self.tried):
             self.recompute_byte_seconds = found.recompute_byte_seconds
-        self.searched += 2 * count
+        self.steps += 2 * count
         self.reference_node_seconds = [
             median(column) for column in zip(*(cost.nodes for cost in self.references), strict=True)
         ]

@@ -11,9 +11,9 @@ import pytest
 from some_rows import one_in
 
 from offload.control import promise, wanted_plan
-from offload.control.frontier import Frontier
 from offload.control.limits import LIMITS, Limits
 from offload.control.phase import Phase
+from offload.control.plan_search import PlanSearch
 from offload.plan import Link, fastest_plan, least_memory_plan
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "bench"))
@@ -64,7 +64,7 @@ def slowdown(plant, planned):
 def test_the_slowdown_is_kept_and_memory_is_near_the_least(seed, allowed):
     plant, profiled, calibrated = machine(seed)
     planned, phase = machines.run(plant, profiled, calibrated, STEPS, max_slowdown=allowed)
-    assert planned.frontier.is_settled
+    assert planned.search.is_settled
     assert phase in (Phase.STEADY, Phase.UNHOOKED)
     assert slowdown(plant, planned) <= allowed
     least = least_memory_plan(plant.trace, plant.link, WELL_BELOW * allowed)
@@ -78,7 +78,7 @@ def test_the_search_reaches_both_sides():
     for seed in range(6):
         plant, profiled, calibrated = machine(seed)
         planned, _ = machines.run(plant, profiled, calibrated, 18, max_slowdown=0.05)
-        first.append(planned.frontier.tried[0].measured)
+        first.append(planned.search.tried[0].measured)
     assert any(each > 0.05 for each in first)
     assert any(each < WELL_BELOW * 0.05 for each in first)
 
@@ -87,7 +87,7 @@ def test_the_search_reaches_both_sides():
 def test_noise_breaks_no_promise(seed):
     plant, profiled, calibrated = machine(seed, noise=0.02)
     planned, _ = machines.run(plant, profiled, calibrated, STEPS, max_slowdown=0.05)
-    assert planned.frontier.is_settled
+    assert planned.search.is_settled
     assert slowdown(plant, planned) <= 0.05 + 0.01
     assert planned.replans <= LIMITS.replans
 
@@ -107,7 +107,7 @@ def test_where_plans_save_less_than_hooks_are_worth_nothing_is_swapped(seed):
     profiled = kept_bytes_added(plant, profiled, 6)
     planned, phase = machines.run(plant, profiled, calibrated, STEPS, max_slowdown=0.05)
     assert (planned.plan.swaps, planned.plan.recomputes, phase) == ((), (), Phase.UNHOOKED)
-    kept = [each.plan for each in planned.frontier.tried if each.slowdown <= 0.05]
+    kept = [each.plan for each in planned.search.tried if each.slowdown <= 0.05]
     assert any(each.swaps for each in kept)
     limit = (planned.plan.peak_bytes + min(each.peak_bytes for each in kept)) // 2
     planned, phase = machines.run(plant, profiled, calibrated, STEPS, max_slowdown=0.05, memory_limit=limit)
@@ -147,7 +147,7 @@ def test_where_no_plan_can_be_worth_its_hooks_there_is_no_search(seed, is_guarde
     planned, phase = machines.run(plant, profiled, calibrated, 5, max_slowdown=0.05)
     moves = any(plan.swaps for plan in plant.plans.values())
     assert (phase is Phase.UNHOOKED, moves) == (is_guarded, not is_guarded)
-    assert planned.frontier.is_settled or not is_guarded
+    assert planned.search.is_settled or not is_guarded
 
 
 @pytest.mark.filterwarnings("ignore:max_slowdown")
@@ -160,12 +160,12 @@ def test_the_search_ends_before_a_plan_that_would_save_less_than_hooks_are_worth
     profiled = kept_bytes_added(plant, profiled, 4)
     calibrated = replace(calibrated, byte_seconds=0.0)
     planned, phase = machines.run(plant, profiled, calibrated, STEPS, max_slowdown=0.05)
-    (only,) = planned.frontier.tried
+    (only,) = planned.search.tried
     assert only.slowdown > 0.05
     assert (planned.plan.swaps, phase) == ((), Phase.UNHOOKED)
     limit = int(0.98 * planned.plan.peak_bytes)
     planned, phase = machines.run(plant, profiled, calibrated, STEPS, max_slowdown=0.05, memory_limit=limit)
-    assert len(planned.frontier.tried) > 1
+    assert len(planned.search.tried) > 1
     assert (planned.plan.peak_bytes <= limit, phase) == (True, Phase.STEADY)
 
 
@@ -176,7 +176,7 @@ def test_a_first_plan_that_saves_little_does_not_end_the_search_if_it_is_fast(se
     byte_seconds = 20 * max(plant.link.byte_seconds, calibrated.byte_seconds)
     calibrated = replace(calibrated, byte_seconds=byte_seconds)
     planned, phase = machines.run(plant, profiled, calibrated, 2 * STEPS, max_slowdown=0.05)
-    first = planned.frontier.tried[0]
+    first = planned.search.tried[0]
     assert first.slowdown < WELL_BELOW * 0.05
     assert not LIMITS.is_worth_hooks(first.plan.peak_bytes, first.plan.unswapped_peak_bytes)
     assert planned.plan.peak_bytes < 0.82 * planned.plan.unswapped_peak_bytes
@@ -189,7 +189,7 @@ def test_what_searches_leave_goes_back_to_the_system(seed, monkeypatch):
     monkeypatch.setattr(promise, "release_free_memory", lambda: released.append(True))
     plant, profiled, calibrated = machine(seed)
     planned, _ = machines.run(plant, profiled, calibrated, STEPS, max_slowdown=0.05)
-    assert planned.frontier.is_settled
+    assert planned.search.is_settled
     assert len(released) == 1 + planned.replans + 1  # after the first plan, each new one, and the end of the search
 
 
@@ -199,7 +199,7 @@ def test_what_a_step_takes_more_as_soon_as_it_moves_anything_breaks_no_promise(s
     plant, profiled, calibrated = machine(seed)
     plant.fixed_seconds = share * 0.05 * plant.compute_seconds
     planned, _ = machines.run(plant, profiled, calibrated, STEPS, max_slowdown=0.05)
-    assert planned.frontier.is_settled
+    assert planned.search.is_settled
     assert not planned.plan.swaps or slowdown(plant, planned) <= 0.05
     assert planned.replans <= LIMITS.replans
 
@@ -211,7 +211,7 @@ def test_an_unlucky_measurement_does_not_end_the_search(seed):
     plant.seed = seed
     plant.__post_init__()
     planned, _ = machines.run(plant, profiled, calibrated, STEPS, max_slowdown=0.05)
-    assert planned.frontier.tried[0].slowdown > 0.05
+    assert planned.search.tried[0].slowdown > 0.05
     assert planned.plan.swaps
     assert slowdown(plant, planned) <= 0.05
 
@@ -229,16 +229,16 @@ def searched_steps(noise, **changed):
     plant, profiled, calibrated = machine(21, noise=noise)
     limits = replace(LIMITS, **changed)
     planned, _ = machines.run(plant, profiled, calibrated, 2 * STEPS, limits=limits, max_slowdown=0.05)
-    assert planned.frontier.is_settled
-    return planned.frontier.searched
+    assert planned.search.is_settled
+    return planned.search.steps
 
 
 @pytest.mark.parametrize("noise", [0.12, 0.2])
 def test_where_steps_vary_much_the_search_ends_after_a_bounded_number_of_steps(noise):
     bound = 1
-    searched = searched_steps(noise, searched=bound)
+    searched = searched_steps(noise, search_steps=bound)
     assert bound <= searched < bound + 2 * LIMITS.judged_steps
-    assert searched_steps(noise, searched=10**9) > searched  # a mutant
+    assert searched_steps(noise, search_steps=10**9) > searched  # a mutant
 
 
 @pytest.mark.parametrize(
@@ -249,7 +249,7 @@ def test_going_back_to_an_earlier_plan_is_logged_with_its_reason(seed, noise, sh
     plant.fixed_seconds = share * 0.05 * plant.compute_seconds
     with caplog.at_level("INFO", "offload"):
         planned, _ = machines.run(plant, profiled, calibrated, STEPS, max_slowdown=0.05)
-    last = planned.frontier.tried[-1]
+    last = planned.search.tried[-1]
     assert (planned.plan is not last.plan) == goes_back
     said = [record.getMessage() for record in caplog.records if record.getMessage().startswith("back to")]
     swaps = len(planned.plan.swaps), len(last.plan.swaps)
@@ -271,7 +271,7 @@ def test_a_settled_plan_that_a_neighbour_slows_is_searched_anew():
     copied = sum(tensor.bytes for tensor in plant.trace.tensors)
     steps = STEPS + 6 * LIMITS.recheck_steps
     planned, _ = machines.run(plant, profiled, calibrated, steps, neighbour, max_slowdown=0.05)
-    assert planned.frontier.is_settled
+    assert planned.search.is_settled
     assert slowdown(plant, planned) <= 0.05
     looks = [number for number, (is_reference, _) in enumerate(plant.steps) if is_reference and number > SETTLED_BY]
     assert len(looks) <= 3 + 2 * LIMITS.measurements + (LIMITS.replans + 1) * LIMITS.measurements + 6
@@ -289,7 +289,7 @@ def test_a_neighbour_for_some_steps_does_not_end_the_search(seed, first, length)
 
     plant, profiled, calibrated = machine(seed, noise=0.005)
     planned, _ = machines.run(plant, profiled, calibrated, STEPS, neighbour, max_slowdown=0.05)
-    assert planned.frontier.is_settled
+    assert planned.search.is_settled
     assert slowdown(plant, planned) <= 0.06
     assert planned.plan.peak_bytes <= 1.1 * alone.plan.peak_bytes
 
@@ -312,7 +312,7 @@ def test_a_neighbour_while_the_second_plan_is_measured_does_not_end_the_search(s
 
     plant, profiled, calibrated = start()
     planned, _ = machines.run(plant, profiled, calibrated, STEPS, neighbour, max_slowdown=0.05)
-    assert planned.frontier.is_settled
+    assert planned.search.is_settled
     assert slowdown(plant, planned) <= 0.06
     assert planned.plan.peak_bytes <= 1.02 * alone.plan.peak_bytes
 
@@ -332,10 +332,10 @@ def test_a_plan_is_judged_beside_reference_steps_of_its_own(seed, judges_beside_
         plant.busy = 1.08 if number >= second else 1.0
 
     if not judges_beside_its_own:
-        monkeypatch.setattr(Frontier, "forget_steps", lambda frontier: setattr(frontier, "begun", 0))
+        monkeypatch.setattr(PlanSearch, "forget_steps", lambda search: setattr(search, "begun", 0))
     plant, profiled, calibrated = machine(seed, noise=0.005)
     planned, _ = machines.run(plant, profiled, calibrated, STEPS, neighbour, max_slowdown=0.05)
-    assert planned.frontier.is_settled
+    assert planned.search.is_settled
     assert slowdown(plant, planned) <= 0.05
     assert (planned.plan.peak_bytes <= alone.plan.peak_bytes) == judges_beside_its_own
 
@@ -374,7 +374,7 @@ def test_memory_limit_stays_hard():
 
 @pytest.mark.parametrize("is_guarded", [True, False])
 def test_a_search_that_starts_again_forgets_how_long_nodes_took(is_guarded, monkeypatch):
-    """Every step takes twice as long from step 60 on. The guard is that `start_again` forgets the nodes' seconds."""
+    """Every step takes twice as long from step 60 on. The guard is that `restart_after` forgets the nodes' seconds."""
     plant, profiled, calibrated = machine(3)
     copied = sum(tensor.bytes for tensor in plant.trace.tensors)
 
@@ -384,7 +384,7 @@ def test_a_search_that_starts_again_forgets_how_long_nodes_took(is_guarded, monk
             plant.link = replace(plant.link, byte_seconds=0.5 * plant.compute_seconds / copied)
 
     if not is_guarded:
-        monkeypatch.setattr(Frontier, "start_again", lambda frontier, plan, link: frontier.search_again() or link)
+        monkeypatch.setattr(PlanSearch, "restart_after", lambda search, plan, link: search.restart() or link)
     machines.run(plant, profiled, calibrated, STEPS + 8 * LIMITS.recheck_steps, neighbour, max_slowdown=0.05)
     first = next(plan for number, plan in plant.plans.items() if number > STEPS)
     assert (first.compute_seconds > 1.5 * plant.compute_seconds) == is_guarded
