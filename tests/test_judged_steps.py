@@ -148,12 +148,12 @@ def judged_after(ratios, limits=MEASURED, *, allowed=ALLOWED):
         ([1.0499] * 8, 0.0499, 5, True),
         ([1.06] * 8, 0.06, 3, False),
         ([1.1, 1.14, 1.12] * 3, 0.12, 3, False),
-        ([0.96, 1.08, 1.02, 1.0] * 2, 0.0, 5, True),
+        ([0.96, 1.08, 1.02, 1.0] * 2, 0.01, 8, True),
         (UNCERTAIN, 0.04, 8, False),
         ([1.0, 1.1], None, 2, None),
         ([1.01, 1.01, 1.3] + [1.01] * 5, 0.01, 5, True),
         ([1.01, 1.3, 1.08] + [1.01] * 5, 0.01, 5, True),
-        ([0.5, 0.52, 0.6, 1.0, 1.02, 1.01, 1.0, 1.02], 0.0, 7, True),
+        ([0.5, 0.52, 0.6, 1.0, 1.02, 1.01, 1.0, 1.02], 0.0, 8, True),
     ],
 )
 def test_steps_are_measured_until_noise_can_be_told_from_the_slowdown(ratios, slowdown, count, kept):
@@ -175,13 +175,23 @@ def test_without_the_margin_a_lucky_plan_is_kept():
 ALIKE_BY_CHANCE = [1.03, 1.031, 1.06, 1.1, 1.0, 1.08, 1.02, 1.09]  # two of the first three steps agree by chance
 
 
+FIVE_ALIKE_BY_CHANCE = [1.03, 1.04, 1.06, 1.02, 1.03, 1.09, 1.1, 1.08]
+
+
 @pytest.mark.parametrize(
-    ("before_keeping", "count", "kept"), [(LIMITS.measurements_before_keeping, 8, False), (3, 3, True)]
+    ("ratios", "changed", "count", "kept"),
+    [
+        (ALIKE_BY_CHANCE, {}, 8, False),
+        (ALIKE_BY_CHANCE, {"measurements_before_keeping": 3, "margins_before_keeping": 1.0}, 3, True),
+        (FIVE_ALIKE_BY_CHANCE, {}, 8, False),
+        (FIVE_ALIKE_BY_CHANCE, {"margins_before_keeping": 1.0}, 5, True),
+        ([1.03] * 8, {}, 5, True),
+        ([1.03] * 8, {"measurements_before_keeping": 3}, 3, True),
+    ],
 )
-def test_a_first_plan_is_not_kept_because_three_steps_agree(before_keeping, count, kept):
-    """The second row is a mutant."""
-    limits = replace(MEASURED, measurements_before_keeping=before_keeping)
-    search, _, steps = judged_after(ALIKE_BY_CHANCE, limits)
+def test_a_first_plan_is_not_kept_because_some_steps_agree(ratios, changed, count, kept):
+    """Rows with `changed` are mutants."""
+    search, _, steps = judged_after(ratios, replace(MEASURED, **changed))
     assert (steps, search.best(ALLOWED) is not None) == (count, kept)
 
 

@@ -15,7 +15,8 @@ step, is taken as the sum of
 * a deviation of each plan's own, which is larger if the predicted slowdown is large.
 
 Each measurement has its standard error. If steps hardly vary, a plan's estimate is what was measured of it. If they
-vary much, the other plans and the calibration count too.
+vary much, the other plans and the calibration count too. No plan is faster than a step without swapping, so an estimate
+below zero counts as zero.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ def estimated(tried: Sequence[TriedPlan], byte_seconds: float, limits: Limits) -
     corrections = -variances * surprise
     errors = np.sqrt(np.maximum(0.0, variances - variances**2 * np.diag(weights)))
     plans = [
-        replace(each, slowdown=each.measured + more, error=limits.standard_errors * deviation)
+        replace(each, slowdown=max(0.0, each.measured + more), error=limits.standard_errors * deviation)
         for each, more, deviation in zip(tried, corrections.tolist(), errors.tolist(), strict=True)
     ]
     costs = expected + spreads[0] ** 2 * copied @ surprise, spreads[1] ** 2 * recomputed @ surprise

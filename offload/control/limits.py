@@ -45,18 +45,20 @@ class Limits:
     measurements, measurements_before_judging
         Number of measured steps that are kept, and number that is needed before they are compared with the plan. One
         step would not be enough: other programs may have slowed it.
-    measurements_before_keeping
-        The first plan of a search is not kept before this many of its steps, and as many reference steps, have been
-        measured (`judged_steps`, if that is less). The deviation of three steps is often small by chance, and the
-        margin of error follows from it. For a later plan, at least half of the median deviation of all plans is
-        assumed (`PlanSearch._error`). A plan that is wrongly rejected costs memory, but does not break the promise.
+    measurements_before_keeping, margins_before_keeping
+        The first plan of a search is kept after `measurements_before_keeping` of its steps, and as many reference
+        steps, if its estimated slowdown is below `max_slowdown` by at least `margins_before_keeping` times its margin
+        of error; otherwise only after `judged_steps` of each kind. The margin follows from the deviation of its own
+        steps alone, which for few steps is often small by chance. For a later plan, at least half of the median
+        deviation of all plans is assumed (`PlanSearch._error`). A plan that is wrongly rejected costs memory, but does
+        not break the promise.
     judged_steps, standard_errors
         The slowdown of a plan has a margin of error: `standard_errors` times its standard error. With `max_slowdown`,
         the steps of a plan and its reference steps are measured until slowdown and `max_slowdown` differ by more than
-        the margin, at most `judged_steps` of each. The measured slowdown comes from the plan's own
-        steps; the estimated one also uses those of other plans (`estimate.py`). A plan keeps `max_slowdown` if two
-        bounds are at most `max_slowdown`: the estimated slowdown plus its margin, and the measured one minus its
-        standard error (`TriedPlan.slowdown_max`).
+        the margin, at most `judged_steps` of each. The measured slowdown comes from the plan's own steps; the estimated
+        one also uses those of other plans (`estimate.py`). A plan keeps `max_slowdown` if two bounds are at most
+        `max_slowdown`: the estimated slowdown plus its margin, and the measured one minus its standard error
+        (`TriedPlan.slowdown_max`).
     cost_spread, cost_spread_more, fixed_spread, plan_spread, predicted_spread
         Standard deviations that `estimate.py` assumes before plans are measured.
 
@@ -72,8 +74,8 @@ class Limits:
         Least standard deviation that is assumed of the ratio of a step to the reference step beside it.
     search_steps
         The search for a plan ends once at least this many steps, reference steps included, have been measured to judge
-        plans. A plan takes at least six, three of each kind; the first one ten if it seems to keep `max_slowdown`.
-        After five such plans that is 34, so a sixth can be judged: the first plan and `replans` others.
+        plans. A plan takes at least six, three of each kind; the first one 10 or 16 if it seems to keep
+        `max_slowdown`. After 16 steps and three other plans, a fifth can be judged.
     steady_measured_every, device_measured_every
         Once the plan agrees with the measurements, one step in `steady_measured_every` is measured on the CPU, and one
         in `device_measured_every` on an accelerator: there, measuring a step records an event for each node and two for
@@ -151,6 +153,7 @@ class Limits:
     measurements: int = 5
     measurements_before_judging: int = 3
     measurements_before_keeping: int = 5
+    margins_before_keeping: float = 6.0
     judged_steps: int = 8
     standard_errors: float = 1.0
     cost_spread: float = 1.0

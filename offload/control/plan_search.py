@@ -273,8 +273,8 @@ class PlanSearch:
             until all of these hold: (1) the estimated slowdown differs from the limit by at least its margin of error;
             (2) the estimated and the measured slowdown are on the same side of the limit; (3) the measured slowdown is
             not below zero by more than its standard error; (4) another plan of this search has been judged, or the
-            estimated slowdown exceeds the limit, or `measurements_before_keeping` steps of each kind have been
-            measured. After `judged_steps` steps of each kind, the plan is judged in any case.
+            estimated slowdown exceeds the limit, or is far below it (`Limits.margins_before_keeping`). After
+            `judged_steps` steps of each kind, the plan is judged in any case.
         keeps_all
             Whether the device is an accelerator, and the reference steps keep every tensor.
         """
@@ -297,8 +297,9 @@ class PlanSearch:
         own = found.tried[-1]
         is_clear = abs(own.slowdown - max_slowdown) >= own.error and own.measured >= -own.measured_error
         is_clear = is_clear and (own.slowdown > max_slowdown) == (own.measured > max_slowdown)
-        has_enough = bool(others) or own.slowdown > max_slowdown or count >= self.limits.measurements_before_keeping
-        if not (is_clear and has_enough) and count < self.limits.judged_steps:
+        is_far = own.slowdown + self.limits.margins_before_keeping * own.error <= max_slowdown
+        may_keep = bool(others) or (is_far and count >= self.limits.measurements_before_keeping)
+        if not (is_clear and (may_keep or own.slowdown > max_slowdown)) and count < self.limits.judged_steps:
             return None
         self.expected_byte_seconds = expected
         self.tried, self.byte_seconds = found.tried, found.byte_seconds

@@ -34,7 +34,7 @@ class TriedPlan:
         computation. The predicted recomputation includes an assumed time for the recording of operators
         (`recompute_byte_seconds` for each recomputed byte); it is subtracted without this assumed time.
     slowdown
-        Estimated slowdown, from the measurements of all plans tried so far (`estimate.py`).
+        Estimated slowdown, from the measurements of all plans tried so far (`estimate.py`); at least 0.
     error
         Margin of error of `slowdown`: `Limits.standard_errors` times its standard error.
     keeps_all
@@ -65,7 +65,7 @@ class TriedPlan:
     def in_words(self) -> str:
         """The slowdown with its margin of error, and what was measured of this plan, in per cent."""
         measured = f"measured: {max(self.measured, 0.0):.1%} ± {self.measured_error:.1%}"
-        return f"{max(self.slowdown, 0.0):.1%} ± {self.error:.1%} ({measured})"
+        return f"{self.slowdown:.1%} ± {self.error:.1%} ({measured})"
 
     @property
     def saved_bytes(self) -> int:
