@@ -1,4 +1,4 @@
-"""`bench/slowdown.py`: what a row says, and that it fails where bits differ."""
+"""`bench/slowdown.py`: what a row says, and that it fails where bits differ; plain training beside plain training."""
 
 from __future__ import annotations
 
@@ -10,6 +10,11 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "bench"))
+try:
+    from result_tables import slowdown_table
+finally:
+    sys.path.pop(0)
 
 
 @pytest.mark.full
@@ -25,6 +30,26 @@ def test_a_row_of_a_short_run(tmp_path: Path) -> None:
     assert 0 < row["steady_peak_bytes"] <= row["peak_bytes"]
     assert 0 <= row["last_change"] <= 4
     assert ("NOT KEPT" in run.stdout) != row["kept"]
+    command = [sys.executable, "bench/slowdown.py", "--json", str(out), "--size", "tiny", "--steps", "2", "--keep"]
+    subprocess.run([*command, "--family", "gru", "--plain", "--runs", "2"], cwd=ROOT, check=True)
+    rows = json.loads(out.read_text())["rows"]
+    assert [each["max_slowdown"] for each in rows] == [0.05, None, None]
+    assert all(each["bits_equal"] and each["swapped_bytes"] == 0 for each in rows[1:])
     command = [sys.executable, "bench/report.py", str(out), "--docs", str(tmp_path / "page.md")]
     assert subprocess.run(command, cwd=ROOT, check=False).returncode == 0
-    assert "Is max_slowdown kept?" in (tmp_path / "page.md").read_text()
+    assert "max_slowdown kept?" in (tmp_path / "page.md").read_text()
+
+
+@pytest.mark.parametrize("max_slowdown", [None, 0.05])
+def test_a_second_plain_process_shows_noise_and_keeps_nothing(max_slowdown: float | None) -> None:
+    bytes_in_use = dict.fromkeys(
+        ("plain_peak_bytes", "peak_bytes", "plain_steady_peak_bytes", "steady_peak_bytes"), 1 << 20
+    )
+    row = {"family": "gru", "size": {}, "max_slowdown": max_slowdown, "bits_equal": True, "plain_seconds": 0.1,
+           "ratio": 1.02, "ratio_spread": [1.0, 1.04], "kept": True, "last_change": 0, **bytes_in_use}  # fmt: skip
+    offloaded = {**row, "max_slowdown": 0.05}
+    table = slowdown_table({"rows": [offloaded, row], "machine": {"processor": "a processor"}})
+    assert table.title == "Is the default max_slowdown kept? a processor"
+    assert table.rows[1].cells[0] == ("gru, plain again" if max_slowdown is None else "gru, 5%")
+    assert table.rows[1].cells[5] == ("–" if max_slowdown is None else "yes")
+    assert ("*Plain again*" in table.note) == (max_slowdown is None)
