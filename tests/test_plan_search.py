@@ -15,6 +15,7 @@ from offload.control.limits import LIMITS, Limits
 from offload.control.phase import Phase
 from offload.control.plan_search import PlanSearch
 from offload.plan import Link, fastest_plan, least_memory_plan
+from offload.units import format_bytes
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "bench"))
 try:
@@ -252,11 +253,11 @@ def test_going_back_to_an_earlier_plan_is_logged_with_its_reason(seed, noise, sh
     last = planned.search.tried[-1]
     assert (planned.plan is not last.plan) == goes_back
     said = [record.getMessage() for record in caplog.records if record.getMessage().startswith("back to")]
-    swaps = len(planned.plan.swaps), len(last.plan.swaps)
+    peaks = [format_bytes(plan.peak_bytes) for plan in (planned.plan, last.plan)]
     measured = f"measured: {last.measured:.1%} ± {last.measured_error:.1%}"
     why = f"was {last.slowdown:.1%} ± {last.error:.1%} ({measured}) slower than without swapping"
     assert said == (
-        [f"back to a plan with {swaps[0]} swaps: the last one tried, with {swaps[1]} swaps, {why}"] if goes_back else []
+        [f"back to a plan with a peak of {peaks[0]}: the last one tried, with {peaks[1]}, {why}"] if goes_back else []
     )
 
 

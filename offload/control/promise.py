@@ -367,8 +367,8 @@ class SlowdownPromise:
         if plan is not judged.plan:
             is_slow = judged.slowdown_max > allowed
             why = f"was {judged.in_words} slower than without swapping" if is_slow else "saves too little memory"
-            swaps = len(plan.swaps), len(judged.plan.swaps)
-            log.info("back to a plan with %d swaps: the last one tried, with %d swaps, %s", *swaps, why)
+            peaks = format_bytes(plan.peak_bytes), format_bytes(judged.plan.peak_bytes)
+            log.info("back to a plan with a peak of %s: the last one tried, with %s, %s", *peaks, why)
         kept = planned.search.judged(plan)
         if kept is not None:
             log.info("the search ends with a plan that was %s slower than without swapping", kept.in_words)
