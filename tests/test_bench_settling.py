@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 NEW = "new plan: step 1.0 s: compute 1.0 s\npeak 1 MiB instead of 2 MiB"
 AGAIN = "planning again (1 of at most 5): steps were 9.0% ± 1.2% slower than without swapping"
-BACK = "back to a plan with a peak of 9 MiB: the last one tried, with 7 MiB, was 9.0% ± 1.2% slower than without swapping"
+BACK = "back to a plan with a peak of 9 MiB: the last one tried, with 7 MiB, was 9.0% ± 1.2% slower than without"
 
 
 def step(seconds: float, kind: str = "planned", *texts: str) -> dict[str, Any]:

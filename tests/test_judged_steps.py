@@ -173,8 +173,6 @@ def test_without_the_margin_a_lucky_plan_is_kept():
 
 
 ALIKE_BY_CHANCE = [1.03, 1.031, 1.06, 1.1, 1.0, 1.08, 1.02, 1.09]  # two of the first three steps agree by chance
-
-
 FIVE_ALIKE_BY_CHANCE = [1.03, 1.04, 1.06, 1.02, 1.03, 1.09, 1.1, 1.08]
 
 
