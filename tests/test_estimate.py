@@ -9,10 +9,8 @@ from test_plan_search import machine, slowdown
 
 from offload.control.estimate import estimated
 from offload.control.limits import LIMITS
-from offload.control.plan_search import PlanSearch
-from offload.control.step_cost import StepCost
+from offload.control.measurement_error import standard_error
 from offload.control.tried_plan import TriedPlan
-from offload.plan import least_memory_plan
 
 ALL_BYTES = 1000
 ALLOWED = 0.05
@@ -121,8 +119,8 @@ def test_a_plan_that_measures_faster_than_without_swapping_is_not_kept_for_that(
     ("own", "others", "counted"), [(0.02, [], 0.02), (0.0, [], 0.001), (0.0, [0.08], 0.02), (0.03, [0.08], 0.03)]
 )
 def test_a_small_deviation_of_few_steps_counts_as_at_least_half_of_what_is_usual(own, others, counted):
-    search = PlanSearch(replace(LIMITS, deviation_min=0.001))
-    assert search._error(own, 4, others) == pytest.approx(1.2533 * counted * (1 + 1 / 3) / 2)
+    limits = replace(LIMITS, deviation_min=0.001)
+    assert standard_error(own, 4, others, limits) == pytest.approx(1.2533 * counted * (1 + 1 / 3) / 2)
 
 
 def test_on_a_noisy_machine_a_plan_is_not_kept_because_little_was_expected_of_it():
@@ -151,44 +149,3 @@ def test_noise_costs_less_memory_than_if_each_plan_is_estimated_alone():
     assert nothing <= alone_nothing
     assert saved > alone_saved
     assert slow <= alone_slow
-
-
-def test_a_search_that_starts_again_expects_what_steps_took_since_the_last_one():
-    plant, _, _ = machine(0)
-    plan = least_memory_plan(plant.trace, plant.link, ALLOWED)
-    search = PlanSearch(LIMITS)
-    search.references.extend([StepCost(2.0, (2.0,), 2.0, 2.0)] * PAIRS)
-    search.judge(plan, [StepCost(2.04, (2.0,), 2.04, 2.04)] * PAIRS, ALLOWED)
-    [judged] = search.tried
-    search.is_settled = True
-    search.watch.looks.extend([0.12, 0.1, 0.11])
-    link = search.restart_after(plan, plan.link)
-    predicted_seconds = 2.0 * judged.measured - judged.unexplained_seconds
-    assert link.byte_seconds * judged.copied_bytes == pytest.approx(2.0 * 0.11 - predicted_seconds)
-    assert (search.is_settled, search.tried, list(search.watch.looks)) == (False, [], [])
-
-
-def test_a_search_without_a_judged_plan_starts_again_with_the_same_link():
-    plant, _, _ = machine(0)
-    search = PlanSearch(LIMITS)
-    search.watch.looks.extend([0.1])
-    assert search.restart_after(least_memory_plan(plant.trace, plant.link, ALLOWED), plant.link) == plant.link
-
-
-def test_the_cost_that_explains_a_slow_plan_is_that_of_the_next_search(monkeypatch):
-    """With a very large one, the next search swaps nothing."""
-    plant, profiled, calibrated = machine(3)
-    again = PlanSearch.restart_after
-
-    def costly(search, plan, link):
-        return replace(again(search, plan, link), byte_seconds=1.0)
-
-    def neighbour(number):
-        if number == 60:
-            more = 0.5 * plant.compute_seconds / sum(tensor.bytes for tensor in plant.trace.tensors)
-            plant.link = replace(plant.link, byte_seconds=plant.link.byte_seconds + more)
-
-    monkeypatch.setattr(PlanSearch, "restart_after", costly)
-    steps = 60 + 6 * LIMITS.recheck_steps
-    planned, _ = machines.run(plant, profiled, calibrated, steps, neighbour, max_slowdown=0.05)
-    assert planned.plan.swaps == ()

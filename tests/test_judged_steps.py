@@ -20,20 +20,20 @@ MEASURED = replace(LIMITS, plan_spread=1000.0, deviation_min=0.0)
 UNCERTAIN = [1.0, 1.12, 1.04, 1.06, 1.1, 1.02, 1.0, 1.04]  # noise hides whether steps are more than 5 % slower
 
 
-def recomputing_plan(byte_seconds, *, waits):
+def recomputing_plan(byte_seconds, *, waits, number=2):
     """A plan that recomputes 10 bytes, with the assumption that each takes `byte_seconds` besides.
 
-    `waits`: whether the recomputation is over before a copy-in for which computation waits.
+    `number`: the tensor's. `waits`: whether the recomputation is over before a copy-in for which computation waits.
     """
     tensors = [
         SavedTensor(0, 4, 0, 0, 0, 7, 7),
-        SavedTensor(2, 10, 2, 2, 2, 5, 5, Recompute(0.5 + 10 * byte_seconds, (0,))),
+        SavedTensor(number, 10, 2, 2, 2, 5, 5, Recompute(0.5 + 10 * byte_seconds, (0,))),
     ]
     if waits:
         tensors.insert(1, SavedTensor(1, 30, 1, 1, 1, 6, 6))
     nodes = tuple(Node(f"n{k}", 1.0, k > 3) for k in range(8))
     trace = Trace(nodes, (0,) * 8, tuple(tensors))
-    return make_plan(trace, Link(20.0, 6.0), [Swap(1, 3, 3)] if waits else [], recomputes=[2])
+    return make_plan(trace, Link(20.0, 6.0), [Swap(1, 3, 3)] if waits else [], recomputes=[number])
 
 
 def learned_costs(step_seconds):
@@ -42,8 +42,9 @@ def learned_costs(step_seconds):
     search.references.extend([StepCost(8.0, (1.0,) * 8, 8.0, 8.0)] * LIMITS.measurements)
     steps = [StepCost(step_seconds, (1.0,) * 8, step_seconds, 8.0)] * LIMITS.measurements
     costs = []
-    for _ in range(3):
-        search.judge(recomputing_plan(search.recompute_byte_seconds, waits=False), steps, ALLOWED)
+    for number in (2, 3, 4):
+        plan = recomputing_plan(search.recompute_byte_seconds, waits=False, number=number)
+        search.judge(plan, steps, ALLOWED)
         search.learn(Link(20.0, 6.0))
         costs.append(search.recompute_byte_seconds)
     return costs

@@ -42,6 +42,7 @@ from offload.runtime.weak import weak_callback
 
 __all__ = ["PlanController"]
 
+_STEADY = Phase.STEADY, Phase.UNHOOKED
 _MORE_HELD = "more memory is in use before the step than the plan assumes"
 
 
@@ -200,7 +201,7 @@ class PlanController:
         """Change the phase if measurements, a trial, memory in use or an optimizer's first update require it."""
         limit_bytes = self._options.memory_limit
         is_outdated = self._promise.is_outdated(planned)
-        is_steady = state.phase in (Phase.STEADY, Phase.UNHOOKED)
+        is_steady = state.phase in _STEADY
         has_news = bool(planned.executors) or planned.is_unjudged or is_outdated or not is_steady
         if has_news:
             planned.read_measurements(self._counts)
@@ -224,15 +225,15 @@ class PlanController:
             state.enter(Phase.MEASURING)
         elif planned.is_measured or not self._measures(state, planned):
             self._promise.release_pinned()
-            if not is_steady:
-                self._return_blocks()  # the search may have ended with another plan
             state.enter(Phase.STEADY if self._promise.needs_hooks(planned) else Phase.UNHOOKED)
+        if is_steady != (state.phase in _STEADY):
+            self._return_blocks()  # the steps may follow another plan now
 
     def _follow(self, signature: object, state: SignatureState, planned: PlannedStep) -> StepObserver:
         planned.steps += 1
         self._latest = planned
         is_reference = self._promise.begin_reference(planned, self._counts)
-        self._counts.settled_steps += not is_reference and state.phase in (Phase.STEADY, Phase.UNHOOKED)
+        self._counts.settled_steps += not is_reference and state.phase in _STEADY
         about = self._about(signature, self._promise.reference_schedule(planned) if is_reference else planned.schedule)
         if not is_reference and (planned.is_behind or not self._measures(state, planned)):
             self._counts.unmeasured_steps += 1

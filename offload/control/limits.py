@@ -42,6 +42,10 @@ class Limits:
         `plan_search.py`) again after the search, in each step whose number is a multiple of `recheck_steps`. While the
         plan keeps `max_slowdown`, this interval doubles at each comparison but the first, up to `recheck_steps_max`
         (`Watch`).
+    remeasure_steps, remeasure_gain
+        After the search, a rejected plan may be measured again (`SlowdownPromise.remeasure`): at step
+        `remeasure_steps`, and at each step whose number is twice that of the last time; if the expected gain is at
+        least `remeasure_gain` times the peak without swapping (`most_promising`).
     measurements, measurements_before_judging
         Number of measured steps that are kept, and number that is needed before they are compared with the plan. One
         step would not be enough: other programs may have slowed it.
@@ -50,7 +54,7 @@ class Limits:
         steps, if its estimated slowdown is below `max_slowdown` by at least `margins_before_keeping` times its margin
         of error; otherwise only after `judged_steps` of each kind. The margin follows from the deviation of its own
         steps alone, which for few steps is often small by chance. For a later plan, at least half of the median
-        deviation of all plans is assumed (`PlanSearch._error`). A plan that is wrongly rejected costs memory, but does
+        deviation of all plans is assumed (`standard_error`). A plan that is wrongly rejected costs memory, but does
         not break the promise.
     judged_steps, standard_errors
         The slowdown of a plan has a margin of error: `standard_errors` times its standard error. With `max_slowdown`,
@@ -150,6 +154,8 @@ class Limits:
     replans: int = 5
     recheck_steps: int = 64
     recheck_steps_max: int = 1024
+    remeasure_steps: int = 128
+    remeasure_gain: float = 0.01
     measurements: int = 5
     measurements_before_judging: int = 3
     measurements_before_keeping: int = 5

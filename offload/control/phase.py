@@ -5,7 +5,9 @@ A signature is the shapes and kinds of a step's inputs (`signature.py`). The con
 
     PROFILING ──▶ PLANNING ──▶ MEASURING ──▶ STEADY, or UNHOOKED if steps need no hooks (`SlowdownPromise.needs_hooks`)
         ▲          ▲  │  ▲         │            │
-        │      TRIAL ◀┘  └─────────┴────────────┘   if measured steps differ from the plan, or more memory is in use
+        │      TRIAL ◀┘  └─────────┴────────────┤   if measured steps differ from the plan, or more memory is in use
+        │                          ▲            │
+        │                          └────────────┘   if a plan is measured again (`SlowdownPromise`)
         └── from any phase, if a step differs from the recorded one; to ON_DEMAND, if this happens too often
 
 If a swap-only plan slows the step (with `max_slowdown`: if it needs more memory than the lowest feasible limit), a

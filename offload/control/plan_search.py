@@ -15,11 +15,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from math import sqrt
+from math import nan
 from statistics import median
 
 from offload.control.estimate import estimated
 from offload.control.limits import Limits
+from offload.control.measurement_error import standard_deviation, standard_error
 from offload.control.step_cost import StepCost
 from offload.control.tried_plan import TriedPlan, assumed_seconds
 from offload.control.watch import Watch
@@ -46,8 +47,8 @@ class PlanSearch:
         Number of reference steps started for the present plan, counted from its first step or from the last restart of
         its measurement.
     reference_node_seconds
-        Elapsed seconds of each node without swapping, by the reference steps of the plan that was judged last. None
-        before the first judgement, and after `restart_after`.
+        Elapsed seconds of each node without swapping, by the reference steps of the plan that was judged last; None
+        before the first judgement.
     repeats
         How often the steps of the present plan have been measured again.
     tried
@@ -64,6 +65,8 @@ class PlanSearch:
         Number of steps that were measured to judge plans in this search, reference steps included.
     is_settled
         Whether the search has ended. Then measured steps cause a new plan only if `watch.is_broken`.
+    plan_before
+        The plan that was followed before another one was measured again after the search; None if none was.
     watch
         Comparisons with reference steps since the end of the search.
     """
@@ -79,6 +82,7 @@ class PlanSearch:
     recompute_byte_seconds: float = 0.0
     steps: int = 0
     is_settled: bool = False
+    plan_before: Plan | None = None
     watch: Watch = field(init=False)
 
     def __post_init__(self) -> None:
@@ -148,26 +152,6 @@ class PlanSearch:
             self.watch.looks.append(median(last) / judged.compute_seconds - 1)
         return True
 
-    def restart_after(self, plan: Plan, link: Link) -> Link:
-        """Search anew, as `restart` does, and forget how long nodes take without swapping.
-
-        The plan has become too slow. Its slowdown is the median of the last comparisons (`watch`). The part that the
-        plan does not predict, divided by the bytes that it copies and recomputes, is the new cost of a byte: of a
-        copied one in the link that is returned, of a recomputed one in `recompute_byte_seconds`. With this cost, the
-        plan is predicted to be slower than `max_slowdown` allows, so the new search begins with one that moves less.
-        """
-        judged, slowdown = self.judged(plan), median(self.watch.looks)
-        self.restart()
-        self.reference_node_seconds = None
-        moved = judged.copied_bytes + judged.recomputed_bytes if judged is not None else 0
-        if judged is None or not moved:
-            return link
-        predicted_seconds = judged.measured * judged.compute_seconds - judged.unexplained_seconds
-        byte_seconds = max(0.0, slowdown * judged.compute_seconds - predicted_seconds) / moved
-        if judged.recomputed_bytes:
-            self.recompute_byte_seconds = byte_seconds
-        return replace(link, byte_seconds=byte_seconds) if judged.copied_bytes else link
-
     def forget_steps(self) -> None:
         """Forget the reference steps, because a new plan will be measured, or the present one again."""
         self.begun = 0
@@ -176,10 +160,21 @@ class PlanSearch:
     def restart(self) -> None:
         """Forget the tried plans, so that the search begins again."""
         self.is_settled = False
+        self.plan_before = None
         self.expected_byte_seconds = None
         self.tried.clear()
         self.watch = Watch(self.limits)
         self.steps = 0
+
+    def reopen(self, plan: Plan) -> None:
+        """Let a tried plan be measured again, and `plan`, the present one, return if that one is rejected.
+
+        The search ends again when the tried plan has been judged.
+        """
+        self.is_settled = False
+        self.plan_before = plan
+        self.steps = self.limits.search_steps
+        self.watch.looks.clear()  # they are those of another plan
 
     def is_due(self, plan_steps: int) -> bool:
         """Return whether the step that begins is to be a reference step.
@@ -285,12 +280,15 @@ class PlanSearch:
         taken = sum(self._median_nodes(steps)) + median(self._step(cost) - self._computed(cost) for cost in steps)
         explained = plan.step_seconds - plan.compute_seconds + len(plan.swaps) * plan.link.swap_seconds
         explained -= assumed_seconds(plan, self.recompute_byte_seconds)
-        deviation = self._deviation(steps)
-        others = [each for each in self.tried if each.plan is not plan]
-        error = self._error(deviation, count, [each.deviation for each in others])
         rest = taken - compute - explained
-        measured, pairs = taken / compute - 1, len(self.references)
-        own = TriedPlan(plan, measured, error, deviation, pairs, compute, rest, keeps_all=keeps_all)
+        measured = taken / compute - 1
+        own = TriedPlan(plan, measured, nan, self._deviation(steps), count, compute, rest, keeps_all=keeps_all)
+        earlier = self.judged(plan)
+        others = [each for each in self.tried if each is not earlier]
+        if earlier is not None and earlier.keeps_all == keeps_all:
+            own = own.pooled_with(earlier)
+        error = standard_error(own.deviation, own.reference_steps, [each.deviation for each in others], self.limits)
+        own = replace(own, measured_error=error)
         expected = self.expected_byte_seconds
         expected = plan.link.byte_seconds if expected is None else expected
         found = estimated([*others, own], expected, self.limits)
@@ -299,7 +297,8 @@ class PlanSearch:
         is_clear = is_clear and (own.slowdown > max_slowdown) == (own.measured > max_slowdown)
         is_far = own.slowdown + self.limits.margins_before_keeping * own.error <= max_slowdown
         may_keep = bool(others) or (is_far and count >= self.limits.measurements_before_keeping)
-        if not (is_clear and (may_keep or own.slowdown > max_slowdown)) and count < self.limits.judged_steps:
+        is_clear = is_clear and earlier is None and (may_keep or own.slowdown > max_slowdown)
+        if not is_clear and count < self.limits.judged_steps:
             return None
         self.expected_byte_seconds = expected
         self.tried, self.byte_seconds = found.tried, found.byte_seconds
@@ -312,27 +311,11 @@ class PlanSearch:
         return own.slowdown
 
     def _deviation(self, steps: Sequence[StepCost]) -> float:
-        """Return the standard deviation of the ratios of measured steps to the reference steps beside them.
-
-        It is computed from the median absolute deviation, so a single slow step hardly changes it.
-        """
+        """Return the standard deviation of the ratios of measured steps to the reference steps beside them."""
         count = min(len(steps), len(self.references))
         pairs = zip([*steps][-count:], [*self.references][-count:], strict=True)
         ratios = [self._step(cost) / self._computed(each) for cost, each in pairs if self._computed(each) > 0]
-        if len(ratios) < 2:
-            return 0.0
-        # For a normal distribution, the standard deviation is 1.4826 × the median absolute deviation.
-        return 1.4826 * median(abs(ratio - median(ratios)) for ratio in ratios)
-
-    def _error(self, deviation: float, pairs: int, others: Sequence[float]) -> float:
-        """Return the standard error of a slowdown that was measured from `pairs` steps and reference steps.
-
-        The deviation of a few ratios is uncertain. So at least half of the median of all plans' deviations is assumed.
-        """
-        least = max(self.limits.deviation_min, median([deviation, *others]) / 2)
-        # The standard error of a median is 1.2533 × that of a mean. A deviation of few values is too small on average:
-        # the factor `1 + 1 / (pairs - 1)` corrects this, much as Student's t does.
-        return 1.2533 * max(deviation, least) * (1 + 1 / max(1, pairs - 1)) / sqrt(pairs)
+        return standard_deviation(ratios)
 
     def may_keep(self, max_slowdown: float, saved_bytes: int) -> bool:
         """Return whether a plan that saves `saved_bytes` may keep the promise, judged by the last plan.

@@ -237,15 +237,13 @@ class PlannedStep:
         self.late_tensors = 0
 
     def restart_search(self) -> None:
-        """Begin the search for a plan again: the memory in use has changed, so the plans tried so far do not count."""
+        """Begin the search again. Plans tried so far do not count; the present one is measured anew, if it stays."""
         self.search.restart()
         self.replans = 0
+        self._forget_measured_steps()
 
     def measure_again(self) -> None:
-        """Discard the measurements of the present plan and measure it again.
-
-        Because other programs slowed its steps, or because its reference steps can no longer keep every tensor.
-        """
+        """Measure the plan again: other programs slowed its steps, or reference steps cannot keep every tensor now."""
         self.search.repeats += 1
         self.search.steps += len(self.costs) + len(self.search.references)
         self.reference = None  # whether it may keep every tensor depends on the free memory, which may have changed

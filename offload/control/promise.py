@@ -6,7 +6,6 @@ Each signature (the shapes and kinds of a step's inputs) has its own plan.
 from __future__ import annotations
 
 import logging
-import warnings
 from dataclasses import replace
 from functools import partial
 from math import ceil
@@ -15,7 +14,9 @@ from statistics import median
 from offload.control.limits import Limits
 from offload.control.own_copies import OwnCopies
 from offload.control.planned_step import PlannedStep
+from offload.control.search_end import last_plan
 from offload.control.state_plan import StatePlanner
+from offload.control.tried_plan import most_promising
 from offload.control.wanted_plan import wanted_plan
 from offload.devices.accelerator import Accelerator, driven_devices
 from offload.devices.allocator import release_free_memory
@@ -153,8 +154,9 @@ class SlowdownPromise:
         """Return whether measured steps show that a new plan is due.
 
         They are compared with reference steps if `applies(planned)`, otherwise with the plan's predictions. If the
-        search for a plan ends here, the plan of `_best` is followed from now on. If a new plan is due, logs the reason,
-        and counts the new plan in `planned.replans`. If an ended search starts again, this count is set to 0 instead.
+        search for a plan ends here, the plan of `last_plan` is followed from now on. If a new plan is due, logs the
+        reason, and counts the new plan in `planned.replans`. If an ended search starts again, this count is set to 0
+        instead. After the search, a rejected plan may be followed, to measure it again.
         """
         self._copies.read()
         if not planned.is_measured:
@@ -163,6 +165,8 @@ class SlowdownPromise:
         link = self._copies.link(planned.link)
         if planned.swap_seconds:
             link = replace(link, swap_seconds=median(planned.swap_seconds))
+        if self._measures_again(planned):
+            return False
         if self.applies(planned):
             return self._needs_other_plan(planned, link)
         if planned.replans >= self._limits.replans or planned.search.is_settled or self._is_best(planned):
@@ -203,19 +207,18 @@ class SlowdownPromise:
         return False
 
     def _needs_other_plan(self, planned: PlannedStep, link: Link) -> bool:
-        """Return whether another plan is due. If the search ends, the plan of `_best` is followed."""
+        """Return whether another plan is due. If the search ends, the plan of `last_plan` is followed."""
         search, plan, allowed = planned.search, planned.plan, self._options.max_slowdown
         assert plan is not None
         assert allowed is not None
         if search.is_settled:
             if search.watch.is_broken(allowed):
                 log.info(
-                    "planning again: steps were slower than max_slowdown allows in each of the last %d comparisons",
+                    "searching again: steps were slower than max_slowdown allows in each of the last %d comparisons",
                     len(search.watch.looks),
                 )
-                planned.link = search.restart_after(plan, link)
-                planned.replans = 0
-            return not search.is_settled
+                planned.restart_search()
+            return False
         if search.are_disturbed(planned.costs) and search.repeats < self._limits.repeats:
             planned.measure_again()
             return False
@@ -225,11 +228,32 @@ class SlowdownPromise:
         reason = search.reason_to_move(allowed, least_feasible_limit(plan.trace))
         limits = self._limits
         if reason is None or planned.replans >= limits.replans or search.steps >= limits.search_steps:
-            self._settle(planned, allowed)
+            self._settle(planned)
             return False
         planned.replans += 1
         planned.link = search.learn(link)
         log.info("planning again (%d of at most %d): %s", planned.replans, self._limits.replans, reason)
+        return True
+
+    def _measures_again(self, planned: PlannedStep) -> bool:
+        """Return whether the next steps measure a rejected plan again, and begin to follow it if so.
+
+        A plan is rejected too if only its margin of error exceeds `max_slowdown`. More steps make the margin smaller.
+        When the plan has been judged, the search ends again.
+        """
+        search, plan, allowed = planned.search, planned.plan, self._options.max_slowdown
+        if allowed is None or plan is None or not (search.is_settled and search.tried):
+            return False
+        if search.watch.is_broken(allowed) or not search.watch.lets_remeasure(planned.steps):
+            return False
+        found = most_promising(search.tried, plan, allowed, self._limits.remeasure_gain)
+        if found is None:
+            return False
+        peaks = format_bytes(found.plan.peak_bytes), format_bytes(plan.peak_bytes)
+        log.info("measuring a plan again, with a peak of %s instead of %s: it was %s slower", *peaks, found.in_words)
+        search.reopen(plan)
+        planned.late = {}  # these tensors were late in another plan
+        planned.follow(found.plan, self._options.memory_limit)
         return True
 
     def is_outdated(self, planned: PlannedStep) -> bool:
@@ -325,12 +349,12 @@ class SlowdownPromise:
             elif not self._limits.is_worth_hooks(peak, kept.peak_bytes):
                 peak = max(least, int(self._limits.worthwhile_peak(kept.peak_bytes)))
                 if not search.may_keep(allowed, kept.peak_bytes - peak):
-                    return self._end_search(planned, allowed)  # a plan that keeps the promise would save too little
+                    return self._end_search(planned)  # a plan that keeps the promise would save too little
             wanted_options = replace(options, max_slowdown=None, memory_limit=peak)
             plan = make(options=wanted_options, held_bytes=held_bytes, effort=effort)
             if search.is_new(plan):
                 return plan
-            return self._end_search(planned, allowed)  # this plan was tried already, or it moves nothing
+            return self._end_search(planned)  # this plan was tried already, or it moves nothing
         plan = make(options=replace(options, max_slowdown=allowed), held_bytes=held_bytes, effort=effort)
         if not (plan.swaps or plan.recomputes) and trace.tensors and planned.replans < self._limits.replans:
             # No plan whose predicted slowdown is within `max_slowdown` moves tensors. But the prediction may be larger
@@ -339,14 +363,14 @@ class SlowdownPromise:
             return make(options=replace(options, max_slowdown=wanted), held_bytes=held_bytes, effort=effort / 2)
         return plan
 
-    def _settle(self, planned: PlannedStep, allowed: float) -> None:
+    def _settle(self, planned: PlannedStep) -> None:
         """End the search, and follow the plan that it ends with."""
-        plan = self._end_search(planned, allowed)
+        plan = self._end_search(planned)
         if plan is not planned.plan:
             planned.follow(plan, self._options.memory_limit)
         self._release()
 
-    def _end_search(self, planned: PlannedStep, allowed: float) -> Plan:
+    def _end_search(self, planned: PlannedStep) -> Plan:
         """End the search. Return the plan that it ends with.
 
         On an accelerator, makes torch's allocator release its cache if reference steps kept every tensor: later steps
@@ -359,42 +383,4 @@ class SlowdownPromise:
         device = device_of(self._engine.device)
         if isinstance(device, Accelerator) and any(each.keeps_all for each in search.tried):
             device.release_cached()
-        return self._last(planned, allowed)
-
-    def _last(self, planned: PlannedStep, allowed: float) -> Plan:
-        """Return the plan that the search ends with. Logs it if it is not the plan that was judged last."""
-        plan, judged = self._best(planned, allowed), planned.search.tried[-1]
-        if plan is not judged.plan:
-            is_slow = judged.slowdown_max > allowed
-            why = f"was {judged.in_words} slower than without swapping" if is_slow else "saves too little memory"
-            peaks = format_bytes(plan.peak_bytes), format_bytes(judged.plan.peak_bytes)
-            log.info("back to a plan with a peak of %s: the last one tried, with %s, %s", *peaks, why)
-        kept = planned.search.judged(plan)
-        if kept is not None:
-            log.info("the search ends with a plan that was %s slower than without swapping", kept.in_words)
-        return plan
-
-    def _best(self, planned: PlannedStep, allowed: float) -> Plan:
-        """Return the plan of least memory that kept the promise, if it saves enough (`is_worth_hooks`).
-
-        Otherwise return the plan that moves nothing, if it stays within the memory limit. If it does not, return the
-        plan of least memory that kept the promise, however little it saves. If no plan kept the promise, return the
-        fastest of the tried plans.
-        """
-        search, limit_bytes = planned.search, self._options.memory_limit
-        best = search.best(allowed)
-        if best is not None and self._limits.is_worth_hooks(best.peak_bytes, best.unswapped_peak_bytes):
-            return best
-        state = planned.plan.state if planned.plan is not None else None
-        plan = replace(make_plan(planned.trace(), planned.link, ()), state=state)
-        if limit_bytes is not None and plan.peak_bytes > limit_bytes:
-            if best is not None:
-                return best
-            fastest = min(search.tried, key=lambda each: each.slowdown_max)
-            warnings.warn(
-                f"max_slowdown={allowed:.3g} is not met within memory_limit ({format_bytes(limit_bytes)}): steps of "
-                f"the fastest plan tried were {fastest.in_words} slower than without swapping; raise one of the two",
-                stacklevel=2,
-            )
-            return fastest.plan
-        return plan
+        return last_plan(planned, self._options, self._limits)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from math import nan
+from math import nan, sqrt
+from statistics import NormalDist
 
 from offload.plan import Plan, recomputed, simulate
 
-__all__ = ["TriedPlan", "assumed_seconds"]
+__all__ = ["TriedPlan", "assumed_seconds", "most_promising"]
 
 _ERROR_MAX = 0.03  # of this more is never subtracted: a noisy machine would accept plans that measure far too slow
 
@@ -51,6 +53,21 @@ class TriedPlan:
     slowdown: float = nan
     error: float = nan
     keeps_all: bool = False
+
+    def pooled_with(self, earlier: TriedPlan) -> TriedPlan:
+        """Return the mean of this measurement and an earlier one of the same plan, weighted by their reference steps.
+
+        `measured_error`, `slowdown` and `error` do not change.
+        """
+        pairs = self.reference_steps + earlier.reference_steps
+        share = self.reference_steps / pairs
+        measured = share * self.measured + (1 - share) * earlier.measured
+        deviation = sqrt(share * self.deviation**2 + (1 - share) * earlier.deviation**2)
+        explained_seconds = self.measured * self.compute_seconds - self.unexplained_seconds
+        rest_seconds = measured * self.compute_seconds - explained_seconds
+        return replace(
+            self, measured=measured, deviation=deviation, reference_steps=pairs, unexplained_seconds=rest_seconds
+        )
 
     @property
     def slowdown_max(self) -> float:
@@ -102,3 +119,21 @@ def assumed_seconds(plan: Plan, byte_seconds: float) -> float:
     lighter = replace(plan.trace, tensors=tuple(tensors))
     slow, fast = (simulate(recomputed(each, dropped), plan.swaps, plan.link) for each in (plan.trace, lighter))
     return slow.step_seconds - fast.step_seconds
+
+
+def most_promising(tried: Iterable[TriedPlan], plan: Plan, max_slowdown: float, gain_min: float) -> TriedPlan | None:
+    """Return the rejected plan that is most worth measuring again, in place of the present `plan`. None if none is.
+
+    The *expected gain* is the memory that a rejected plan needs less than `plan`, multiplied by the probability that
+    its slowdown is at most `max_slowdown`. (Its slowdown is assumed to be normally distributed, with the estimate as
+    mean and its margin of error as standard deviation.) The plan with the largest expected gain is returned, if this is
+    at least `gain_min` times the peak without swapping.
+    """
+    best, gain_max = None, gain_min * plan.unswapped_peak_bytes
+    for each in tried:
+        if each.slowdown_max > max_slowdown and each.error > 0:
+            probability = NormalDist(each.slowdown, each.error).cdf(max_slowdown)
+            gain = probability * (plan.peak_bytes - each.plan.peak_bytes)
+            if gain >= gain_max:
+                best, gain_max = each, gain
+    return best

@@ -1,7 +1,8 @@
-"""Checks from time to time whether the plan that a search has ended with still keeps `max_slowdown`."""
+"""When, after a search, its plan is compared with reference steps, and a rejected plan is measured again."""
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from dataclasses import dataclass, field
 
@@ -17,18 +18,21 @@ class Watch:
     Attributes
     ----------
     limits
-        `recheck_steps`, `recheck_steps_max`, `measurements_before_judging`, `aim_min`.
+        `recheck_steps`, `recheck_steps_max`, `remeasure_steps`, `measurements_before_judging`, `aim_min`.
     looks
         The last comparisons. Each is the slowdown of the plan's latest measured steps relative to a new reference step
         (a step without slowed computation, `plan_search.py`). There is an exception on an accelerator: if the plan was
         judged by reference steps that kept every tensor, it is compared with those, and no new reference step runs.
     interval
         A comparison is due in each step whose number is a multiple of this.
+    remeasured_at
+        Number of the step from which on a rejected plan may be measured again; None before the first one is known.
     """
 
     limits: Limits
     looks: deque[float] = field(init=False)
     interval: int = field(init=False)
+    remeasured_at: int | None = None
 
     def __post_init__(self) -> None:
         self.looks = deque(maxlen=self.limits.measurements_before_judging)
@@ -50,6 +54,18 @@ class Watch:
         """
         if self.looks:
             self.interval = min(2 * self.interval, self.limits.recheck_steps_max)
+
+    def lets_remeasure(self, step: int) -> bool:
+        """Return whether a rejected plan may be measured again from this step on: about every time its number doubles.
+
+        If it may, it may not again before the next such step. The numbers depend on no measurement, so all processes of
+        a job measure at about the same steps.
+        """
+        due = self.remeasured_at is not None and step >= self.remeasured_at
+        if due or self.remeasured_at is None:
+            doubled = (self.limits.remeasure_steps << count for count in itertools.count())
+            self.remeasured_at = next(number for number in doubled if number > step)
+        return due
 
     def is_broken(self, max_slowdown: float) -> bool:
         """Return whether the plan was too slow in each of the last comparisons.
