@@ -43,7 +43,7 @@ class Limits:
         plan keeps `max_slowdown`, this interval doubles at each comparison but the first, up to `recheck_steps_max`
         (`Watch`).
     remeasure_steps, remeasure_gain
-        After the search, a rejected plan may be measured again (`SlowdownPromise.remeasure`): at step
+        After the search, a rejected plan may be measured again (`promise.py`): at step
         `remeasure_steps`, and at each step whose number is twice that of the last time; if the expected gain is at
         least `remeasure_gain` times the peak without swapping (`most_promising`).
     measurements, measurements_before_judging
