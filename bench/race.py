@@ -28,14 +28,14 @@ from contest import spread
 from contestants import PLAIN, Contestant, Inapplicable
 from result_file import ResultFile, read_json
 from step_worker import EXIT_OVER_CAP
-from training import Setting, steps_to_settle
+from training import Setting
 
 from offload.devices import allocator
 
 WORKER = Path(__file__).with_name("step_worker.py")
 COMPLAINT_CHARACTERS_MAX = 2000
 RUN_SECONDS_MAX = 240.0  # limit for one process
-FAMILY_SECONDS_MAX = 300.0
+FAMILY_SECONDS_MAX = 480.0
 
 
 class OverCap(Exception):
@@ -72,7 +72,7 @@ class Runner:
         self._complaints: IO[str] = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 - close() does
         task = {"setting": setting.to_dict(), "contestant": contestant.name, "cap_bytes": cap_bytes}
         task["watch"] = watch
-        task["settle"] = settle or steps_to_settle(contestant)
+        task["settle"] = settle
         environment = dict(os.environ) if setting.device == "cuda" else allocator.preload_environment()
         environment.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         root = str(Path(__file__).resolve().parents[1])

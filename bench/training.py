@@ -26,8 +26,7 @@ from offload.devices import allocator
 
 STEPS_TO_WARM_UP = 2  # the first is recorded, the second follows the schedule
 STEPS_TO_SETTLE = 3  # the first is recorded, and in it memory is pinned or the file grows
-STEPS_TO_SETTLE_PLANNED = 6  # a new plan may follow each, at most five
-STEPS_TO_STEADY_MAX = 40
+STEPS_TO_STEADY_MAX = 60  # a search measures 36 steps or a few more, and may repeat some that were disturbed
 STEPS_PER_HASH = 8
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of a value
 CHECKSUM_VALUES = 1 << 24  # values in one sum of a checksum; their products take 8 bytes each
@@ -57,11 +56,6 @@ class Step:
     loss: str  # as float.hex
     gradients: str  # hash over all gradients
     watched: dict[str, Any] | None = None  # what `StepWatch` has found, where the trainer watches
-
-
-def steps_to_settle(contestant: Contestant) -> int:
-    """Return the number of first steps that are not timed."""
-    return STEPS_TO_SETTLE_PLANNED if contestant.is_planned else STEPS_TO_SETTLE
 
 
 def gradient_hash(model: nn.Module) -> str:
@@ -166,8 +160,14 @@ class Trainer:
         return self._meter.baseline_bytes
 
     def settle(self, count: int | None = None) -> list[Step]:
-        """Run the first steps, which may differ from the later ones, and reset a GPU's peaks."""
-        steps = [self.step() for _ in range(count or steps_to_settle(self.contestant))]
+        """Run the first steps, which may differ from the later ones, and reset a GPU's peaks.
+
+        `count`: how many. By default, as many as it takes until a plan of offload is steady, and at least
+        `STEPS_TO_SETTLE`.
+        """
+        steps = [self.step() for _ in range(count or STEPS_TO_SETTLE)]
+        if count is None:
+            steps += self.settle_plan(STEPS_TO_STEADY_MAX, hash_every=1)
         if self.setting.device == "cuda":
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
@@ -175,11 +175,11 @@ class Trainer:
         self._settled = self._number
         return steps
 
-    def settle_plan(self, steps_max: int) -> list[Step]:
-        """Train until offload's plan is steady, if the contestant has one. Every eighth step is hashed."""
+    def settle_plan(self, steps_max: int, hash_every: int = STEPS_PER_HASH) -> list[Step]:
+        """Train until offload's plan is steady, if the contestant has one. One step in `hash_every` is hashed."""
         steps: list[Step] = []
         while self.contestant.is_planned and not self._report().get("settled_steps") and len(steps) < steps_max:
-            steps.append(self.step(hashes=self._number % STEPS_PER_HASH == 0))
+            steps.append(self.step(hashes=self._number % hash_every == 0))
         return steps
 
     def step(self, hashes: bool = True) -> Step:

@@ -65,6 +65,22 @@ def test_every_contestant_computes_the_same_bits(bench: Any, family: str) -> Non
     assert ran == set(KINDS)
 
 
+def test_steps_are_timed_once_the_search_for_a_plan_has_ended(bench: Any) -> None:
+    """In steps of a search, plans are tried, and reference steps wait for copies."""
+    contestants, training = bench["contestants"], bench["training"]
+    counts = {}
+    for contestant in (contestants.PLAIN, contestants.by_name("offload, max_slowdown 5 %")):
+        trainer = training.Trainer(bench["race"].setting_of("gpt", "tiny"), contestant)
+        steps = trainer.settle()
+        assert all(step.gradients for step in steps)
+        counts[contestant.name] = len(steps), (trainer.figures()["report"] or {}).get("settled_steps")
+        trainer.close()
+    assert counts[contestants.PLAIN.name] == (training.STEPS_TO_SETTLE, None)
+    steps, settled = counts["offload, max_slowdown 5 %"]
+    assert training.STEPS_TO_SETTLE < steps <= training.STEPS_TO_SETTLE + training.STEPS_TO_STEADY_MAX
+    assert settled == 1
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64, torch.uint8])
 def test_a_checksum_tells_every_value_and_its_place(bench: Any, dtype: torch.dtype, monkeypatch: Any) -> None:
     checksum = bench["training"].checksum
