@@ -87,8 +87,9 @@ def test_a_plan_that_is_measured_again_takes_all_steps_and_is_judged_by_both(kee
     assert judged(search, plan, 1.08) == 3
     search.is_settled = True
     search.watch.looks.append(0.2)
+    search.watch.interval = LIMITS.recheck_steps_max
     search.reopen(plan)
-    assert (search.is_settled, list(search.watch.looks)) == (False, [])
+    assert (search.is_settled, list(search.watch.looks), search.watch.interval) == (False, [], LIMITS.recheck_steps)
     assert judged(search, replace(plan, refusals={"why": 1}), 1.02, keeps_all=keeps_all) == LIMITS.judged_steps
     [found] = search.tried
     pairs = LIMITS.judged_steps + (0 if keeps_all else 3)

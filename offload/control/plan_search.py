@@ -175,6 +175,7 @@ class PlanSearch:
         self.plan_before = plan
         self.steps = self.limits.search_steps
         self.watch.looks.clear()  # they are those of another plan
+        self.watch.interval = self.limits.recheck_steps
 
     def is_due(self, plan_steps: int) -> bool:
         """Return whether the step that begins is to be a reference step.

@@ -239,7 +239,8 @@ class PlannedStep:
     def restart_search(self) -> None:
         """Begin the search again. Plans tried so far do not count; the present one is measured anew, if it stays."""
         self.search.restart()
-        self.replans = 0
+        self.search.repeats = self.replans = 0
+        self.reference = None  # after a search, reference steps make copies; in one, they may keep every tensor
         self._forget_measured_steps()
 
     def measure_again(self) -> None:

@@ -23,7 +23,7 @@ class TriedPlan:
     measured
         Measured slowdown, relative to the computation of reference steps: 0.05 means that a step took 5 % longer.
     measured_error
-        The standard error of `measured` (`PlanSearch._error`).
+        The standard error of `measured` (`standard_error`).
     deviation
         Standard deviation of the ratio of a step to the reference step next to it.
     reference_steps
