@@ -14,7 +14,13 @@ SLOW = 2.0  # times plain: the target for every step but the profiled and the tr
 SETTLED_BY = 20  # steps
 SPREAD_MAX = 0.1  # of the memory of the same script
 WENT_BACK = "back to"
-CHANGES = {"new plan": "new plan", "planning again": "plans again", WENT_BACK: "goes back"}  # of the plan, as logged
+CHANGES = {  # of the plan, as logged
+    "new plan": "new plan",
+    "planning again": "plans again",
+    "searching again": "searches again",
+    "measuring a plan again": "measures a plan again",
+    WENT_BACK: "goes back",
+}
 BY_ITSELF = ("profiled", "trial")  # slow steps that no plan is judged by
 
 

@@ -197,8 +197,9 @@ class Race:
         """End the race and return all figures. `plain_peak_bytes` None: the contestant is plain itself."""
         with self._own:
             figures = self._own.finish()
-            # Both train the same batches; plain has trained at least those of its first steps.
-            pairs = list(zip(self._own.steps, self._plain.steps, strict=False))
+        while len(self._plain.steps) < len(self._own.steps):  # a search for a plan takes more steps than plain has run
+            self._plain.step()
+        pairs = list(zip(self._own.steps, self._plain.steps[: len(self._own.steps)], strict=True))  # the same batches
         plain_peak_bytes = plain_peak_bytes or int(figures["peak_bytes"])
         step_seconds = statistics.median(self._own_seconds)
         lower, upper = spread(self._own_seconds)

@@ -43,7 +43,7 @@ def test_a_plan_without_swaps_takes_the_hooks_off(tmp_path, monkeypatch):
     # One profiled, three measured; then the fifth and the tenth of the planned eleven.
     assert (report.steps, report.profiled_steps, report.bare_steps) == (12, 1, 12 - 1 - 3 - 2)
     assert report.settled_steps == 12 - 1 - 3
-    assert "the plan swaps nothing: hooks are off (6 of 12 steps ran without them)" in str(report)
+    assert "hooks are off while the plan swaps nothing (6 of 12 steps ran without them)" in str(report)
     assert report.verdict.step_seconds is not None
 
 

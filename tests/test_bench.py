@@ -81,6 +81,41 @@ def test_steps_are_timed_once_the_search_for_a_plan_has_ended(bench: Any) -> Non
     assert settled == 1
 
 
+@pytest.mark.parametrize("differing", [None, 0, 8])
+def test_every_step_of_a_race_is_compared_with_plain(bench: Any, differing: int | None, monkeypatch: Any) -> None:
+    """Also the timed ones, if a search for a plan took more steps than plain has trained."""
+
+    class Run:
+        def __init__(self, *_: Any, count: int = 7, wrong: int | None = differing) -> None:
+            self._wrong = wrong
+            self.steps = [self._step(number) for number in range(count)]
+
+        def _step(self, number: int) -> dict[str, Any]:
+            return {"loss": "0x1", "gradients": "wrong" if number == self._wrong else str(number)}
+
+        def step(self) -> float:
+            self.steps.append(self._step(len(self.steps)))
+            return 1.0
+
+        def finish(self) -> dict[str, Any]:
+            return {"peak_bytes": 1}
+
+        def __enter__(self) -> Any:
+            return self
+
+        def __exit__(self, *_: Any) -> None:
+            pass
+
+    plain: Any = Run(count=1, wrong=None)
+    monkeypatch.setattr(bench["race"], "Runner", Run)
+    race = bench["race"].Race(bench["race"].setting_of("gpt", "tiny"), bench["contestants"].PLAIN, plain)
+    for _ in range(2):
+        race.plain_step()
+        race.step()
+    row = race.row(1)
+    assert (row["equal_gradients"], len(plain.steps), len(row["step_seconds"])) == (differing is None, 9, 2)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64, torch.uint8])
 def test_a_checksum_tells_every_value_and_its_place(bench: Any, dtype: torch.dtype, monkeypatch: Any) -> None:
     checksum = bench["training"].checksum

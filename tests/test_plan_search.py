@@ -14,7 +14,6 @@ from offload.control import promise, wanted_plan
 from offload.control.limits import LIMITS, Limits
 from offload.control.phase import Phase
 from offload.control.plan_search import PlanSearch
-from offload.control.planned_step import PlannedStep
 from offload.plan import Link, fastest_plan, least_memory_plan
 from offload.units import format_bytes
 
@@ -262,23 +261,6 @@ def test_going_back_to_an_earlier_plan_is_logged_with_its_reason(seed, noise, sh
     )
 
 
-def test_a_settled_plan_that_a_neighbour_slows_is_searched_anew():
-    plant, profiled, calibrated = machine(3)
-    quiet = plant.link
-
-    def neighbour(number):
-        if number == STEPS:
-            plant.link = replace(quiet, byte_seconds=quiet.byte_seconds + 0.5 * plant.compute_seconds / copied)
-
-    copied = sum(tensor.bytes for tensor in plant.trace.tensors)
-    steps = STEPS + 6 * LIMITS.recheck_steps
-    planned, _ = machines.run(plant, profiled, calibrated, steps, neighbour, max_slowdown=0.05)
-    assert planned.search.is_settled
-    assert slowdown(plant, planned) <= 0.05
-    looks = [number for number, (is_reference, _) in enumerate(plant.steps) if is_reference and number > SETTLED_BY]
-    assert len(looks) <= 3 + 2 * LIMITS.measurements + (LIMITS.replans + 1) * LIMITS.measurements + 6
-
-
 @pytest.mark.parametrize("first", range(0, 12, 2))
 @pytest.mark.parametrize("length", [5, 9])
 @pytest.mark.parametrize("seed", one_in(3, [0, 3, 5]))
@@ -372,38 +354,3 @@ def test_memory_limit_stays_hard():
     ):
         planned, _ = machines.run(plant, profiled, calibrated, STEPS, max_slowdown=0.05, memory_limit=limit)
     assert all(each.peak_bytes <= limit for each in (planned.plan, *plant.plans.values()))
-
-
-@pytest.mark.parametrize("is_guarded", [True, False])
-def test_a_search_that_starts_again_measures_the_present_plan_first(is_guarded, monkeypatch):
-    """Another program disturbs what is compared three times in a row. The guard: older measurements are forgotten."""
-    plant, profiled, calibrated = machine(3)
-    every = LIMITS.recheck_steps
-
-    def neighbour(number):
-        step = number + 1
-        plant.busy = 1.3 if SETTLED_BY < step < 4 * every and step % every else 1.0
-
-    if not is_guarded:
-        monkeypatch.setattr(PlannedStep, "_forget_measured_steps", lambda planned: None)
-    machines.run(plant, profiled, calibrated, 6 * every, neighbour, max_slowdown=0.05)
-    references = [number for number, (is_reference, _) in enumerate(plant.steps) if is_reference and number >= STEPS]
-    assert references[:4] == [count * every - 1 for count in range(1, 5)]
-    plans = [number for number in plant.plans if number >= STEPS]
-    assert (not plans) == is_guarded
-    assert len(references) >= 4 + LIMITS.measurements_before_judging or not is_guarded
-
-
-def test_nodes_that_have_become_slower_are_planned_with_in_the_next_search():
-    """Every step takes twice as long from step 60 on, and copies cost more."""
-    plant, profiled, calibrated = machine(3)
-    copied = sum(tensor.bytes for tensor in plant.trace.tensors)
-
-    def neighbour(number):
-        if number == STEPS:
-            plant.busy = 2.0
-            plant.link = replace(plant.link, byte_seconds=0.5 * plant.compute_seconds / copied)
-
-    machines.run(plant, profiled, calibrated, STEPS + 8 * LIMITS.recheck_steps, neighbour, max_slowdown=0.05)
-    first = next(plan for number, plan in plant.plans.items() if number > STEPS)
-    assert first.compute_seconds > 1.5 * plant.compute_seconds

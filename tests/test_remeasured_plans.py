@@ -28,11 +28,22 @@ ALLOWED = 0.05
 PEAK = 1000
 SOON = replace(LIMITS, remeasure_steps=45)
 NEVER = replace(SOON, remeasure_gain=inf)
+WORTH = replace(LIMITS, worth_hooks=0.05, worth_bytes=0)
+
+
+def plan_of(peak_bytes, unswapped_peak_bytes=PEAK, state=None):
+    return SimpleNamespace(
+        peak_bytes=peak_bytes,
+        unswapped_peak_bytes=unswapped_peak_bytes,
+        state=state,
+        swaps=(peak_bytes,),
+        recomputes=(),
+    )
 
 
 def tried(peak_bytes, slowdown, error):
     """A plan with this peak, and what is estimated of it."""
-    plan = SimpleNamespace(peak_bytes=peak_bytes, unswapped_peak_bytes=PEAK, swaps=(peak_bytes,), recomputes=())
+    plan = plan_of(peak_bytes)
     return TriedPlan(plan, slowdown, error, 0.05, 8, 1.0, 0.0, slowdown, error)
 
 
@@ -51,10 +62,18 @@ def tried(peak_bytes, slowdown, error):
     ],
 )
 def test_the_plan_with_the_largest_expected_gain_is_chosen(plans, chosen):
-    present = SimpleNamespace(peak_bytes=900, unswapped_peak_bytes=PEAK)
     rows = [tried(*each) for each in plans]
-    found = most_promising(rows, present, ALLOWED, 0.01)
+    found = most_promising(rows, plan_of(900), ALLOWED, WORTH)
     assert found is (rows[chosen] if chosen is not None else None)
+
+
+def test_a_plan_whose_peak_cannot_be_compared_or_that_is_not_worth_its_hooks_is_not_chosen():
+    row, little = tried(500, 0.04, 0.02), tried(965, 0.04, 0.02)
+    assert most_promising([row], plan_of(900), ALLOWED, WORTH) is row
+    assert most_promising([row], plan_of(900, PEAK + 1), ALLOWED, WORTH) is None  # more memory is in use now
+    assert most_promising([row], plan_of(900, state="other state"), ALLOWED, WORTH) is None
+    assert most_promising([little], plan_of(PEAK), ALLOWED, WORTH) is None
+    assert most_promising([little], plan_of(PEAK), ALLOWED, replace(WORTH, worth_hooks=0.03)) is little
 
 
 def test_two_measurements_count_by_their_steps():
@@ -95,25 +114,21 @@ def test_a_plan_that_is_measured_again_takes_all_steps_and_is_judged_by_both(kee
     pairs = LIMITS.judged_steps + (0 if keeps_all else 3)
     measured = 0.02 if keeps_all else (8 * 0.02 + 3 * 0.08) / 11
     assert (found.measured, found.reference_steps) == (pytest.approx(measured), pairs)
-    assert search.steps > LIMITS.search_steps  # so no further plan is tried
 
 
 def test_the_steps_at_which_it_may_be_measured_again_double():
-    watch, first = Watch(LIMITS), LIMITS.remeasure_steps
-    assert [step for step in range(30, 9 * first) if watch.lets_remeasure(step)] == [
-        first,
-        2 * first,
-        4 * first,
-        8 * first,
-    ]
-    assert watch.lets_remeasure(20 * first)  # steps without measurements came between
-    assert watch.remeasured_at == 32 * first
+    first = LIMITS.remeasure_steps
+    watch, found = Watch(LIMITS, ended_at=30), []
+    for step in range(30, 9 * first):
+        if watch.is_remeasuring_due(step):
+            found.append(step)
+            watch.ended_at = step + 2 * LIMITS.judged_steps
+    assert found == [first, 2 * first, 4 * first, 8 * first]
 
 
 def test_a_search_that_ends_late_waits_for_the_next_of_these_steps():
-    watch = Watch(LIMITS)
-    assert not watch.lets_remeasure(5000)
-    assert watch.remeasured_at == 64 * LIMITS.remeasure_steps == 8192
+    watch = Watch(LIMITS, ended_at=5000)
+    assert [watch.is_remeasuring_due(step) for step in (8191, 8192)] == [False, True]
 
 
 def run(seed, steps, limits=SOON, noise=0.06, **options):
@@ -218,14 +233,18 @@ def test_it_may_be_measured_again_after_a_search_that_ended_without_swaps(memory
 def test_most_steps_are_steady():
     """A plan that is measured again takes at most 16 steps, each time after twice as many."""
     for seed in (0, 9, 18, 19, 21):
-        plant, *_ = run(seed, 400)
-        late = [number for number, (is_reference, _) in enumerate(plant.steps) if is_reference and number > 45]
+        late = []
+        for limits in (NEVER, SOON):
+            plant, *_ = run(seed, 400, limits)
+            late.append(sum(is_reference for number, (is_reference, _) in enumerate(plant.steps) if number > 45))
         times = sum(SOON.remeasure_steps << count < 400 for count in range(9))
-        assert len(late) <= times * LIMITS.judged_steps + 400 // LIMITS.recheck_steps
+        assert late[0] + LIMITS.judged_steps <= late[1] <= times * LIMITS.judged_steps + 400 // LIMITS.recheck_steps
 
 
-def test_a_memory_limit_holds_meanwhile():
+def test_a_memory_limit_holds_meanwhile(caplog):
     _, planned, _ = run(9, 300)
     limit = int(1.05 * planned.plan.peak_bytes)
+    caplog.set_level(logging.INFO, "offload")
     plant, planned, _ = run(9, 300, memory_limit=limit)
+    assert "measuring a plan again" in caplog.text
     assert all(plan.peak_bytes <= limit for plan in [planned.plan, *plant.plans.values()])

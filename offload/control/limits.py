@@ -43,9 +43,9 @@ class Limits:
         plan keeps `max_slowdown`, this interval doubles at each comparison but the first, up to `recheck_steps_max`
         (`Watch`).
     remeasure_steps, remeasure_gain
-        After the search, a rejected plan may be measured again (`promise.py`): at step
-        `remeasure_steps`, and at each step whose number is twice that of the last time; if the expected gain is at
-        least `remeasure_gain` times the peak without swapping (`most_promising`).
+        After the search, a rejected plan may be measured again (`most_promising`): from step `remeasure_steps` on, and
+        again each time the number of steps has doubled; if the expected gain is at least `remeasure_gain` times the
+        peak without swapping.
     measurements, measurements_before_judging
         Number of measured steps that are kept, and number that is needed before they are compared with the plan. One
         step would not be enough: other programs may have slowed it.

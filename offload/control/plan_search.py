@@ -64,9 +64,9 @@ class PlanSearch:
     steps
         Number of steps that were measured to judge plans in this search, reference steps included.
     is_settled
-        Whether the search has ended. Then measured steps cause a new plan only if `watch.is_broken`.
+        Whether the search has ended. It begins again if `watch.is_broken`, and goes on after `reopen`.
     plan_before
-        The plan that was followed before another one was measured again after the search; None if none was.
+        While a plan is measured again after the search: the plan that was followed before. None otherwise.
     watch
         Comparisons with reference steps since the end of the search.
     """
@@ -173,7 +173,6 @@ class PlanSearch:
         """
         self.is_settled = False
         self.plan_before = plan
-        self.steps = self.limits.search_steps
         self.watch.looks.clear()  # they are those of another plan
         self.watch.interval = self.limits.recheck_steps
 
@@ -269,8 +268,9 @@ class PlanSearch:
             until all of these hold: (1) the estimated slowdown differs from the limit by at least its margin of error;
             (2) the estimated and the measured slowdown are on the same side of the limit; (3) the measured slowdown is
             not below zero by more than its standard error; (4) another plan of this search has been judged, or the
-            estimated slowdown exceeds the limit, or is far below it (`Limits.margins_before_keeping`). After
-            `judged_steps` steps of each kind, the plan is judged in any case.
+            estimated slowdown exceeds the limit, or is far below it (`Limits.margins_before_keeping`); (5) this plan
+            has not been judged before. After `judged_steps` steps of each kind, the plan is judged in any case. If it
+            has been judged before, by reference steps of the same kind, both measurements count.
         keeps_all
             Whether the device is an accelerator, and the reference steps keep every tensor.
         """

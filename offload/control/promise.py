@@ -165,7 +165,7 @@ class SlowdownPromise:
         link = self._copies.link(planned.link)
         if planned.swap_seconds:
             link = replace(link, swap_seconds=median(planned.swap_seconds))
-        if self._measures_again(planned):
+        if self._remeasure(planned):
             return False
         if self.applies(planned):
             return self._needs_other_plan(planned, link)
@@ -227,7 +227,8 @@ class SlowdownPromise:
             return False
         reason = search.reason_to_move(allowed, least_feasible_limit(plan.trace))
         limits = self._limits
-        if reason is None or planned.replans >= limits.replans or search.steps >= limits.search_steps:
+        has_tried_enough = planned.replans >= limits.replans or search.steps >= limits.search_steps
+        if reason is None or has_tried_enough or search.plan_before is not None:
             self._settle(planned)
             return False
         planned.replans += 1
@@ -235,18 +236,19 @@ class SlowdownPromise:
         log.info("planning again (%d of at most %d): %s", planned.replans, self._limits.replans, reason)
         return True
 
-    def _measures_again(self, planned: PlannedStep) -> bool:
-        """Return whether the next steps measure a rejected plan again, and begin to follow it if so.
+    def _remeasure(self, planned: PlannedStep) -> bool:
+        """Begin to measure a rejected plan again, if this is due and promises enough. Return whether it has begun.
 
-        A plan is rejected too if only its margin of error exceeds `max_slowdown`. More steps make the margin smaller.
-        When the plan has been judged, the search ends again.
+        In a search, a plan is also rejected if only its margin of error exceeds `max_slowdown`. More steps make the
+        margin smaller. When the plan has been judged, the search ends again.
         """
         search, plan, allowed = planned.search, planned.plan, self._options.max_slowdown
         if allowed is None or plan is None or not (search.is_settled and search.tried):
             return False
-        if search.watch.is_broken(allowed) or not search.watch.lets_remeasure(planned.steps):
+        looks = search.watch.looks
+        if (looks and looks[-1] > allowed) or not search.watch.is_remeasuring_due(planned.steps):
             return False
-        found = most_promising(search.tried, plan, allowed, self._limits.remeasure_gain)
+        found = most_promising(search.tried, plan, allowed, self._limits)
         if found is None:
             return False
         peaks = format_bytes(found.plan.peak_bytes), format_bytes(plan.peak_bytes)
@@ -383,4 +385,6 @@ class SlowdownPromise:
         device = device_of(self._engine.device)
         if isinstance(device, Accelerator) and any(each.keeps_all for each in search.tried):
             device.release_cached()
-        return last_plan(planned, self._options, self._limits)
+        plan = last_plan(planned, self._options, self._limits)
+        search.plan_before, search.watch.ended_at = None, planned.steps
+        return plan

@@ -18,16 +18,24 @@ log = logging.getLogger("offload")
 
 
 def last_plan(planned: PlannedStep, options: Options, limits: Limits) -> Plan:
-    """Return the plan that the search ends with. Logs it if it is not the plan that was judged last."""
-    allowed = options.max_slowdown
+    """Return the plan that the search ends with. Logs it if it is not the plan that was judged last.
+
+    If a plan has been measured again, this is that plan if it keeps `max_slowdown`, and otherwise the plan that was
+    followed before, even if its own estimate has changed since then: `Watch` compares it now and then.
+    """
+    allowed, search = options.max_slowdown, planned.search
     assert allowed is not None
-    plan, judged = _best(planned, options.memory_limit, limits, allowed), planned.search.tried[-1]
+    judged = search.tried[-1]
+    if search.plan_before is None:
+        plan = _best(planned, options.memory_limit, limits, allowed)
+    else:
+        plan = judged.plan if judged.slowdown_max <= allowed else search.plan_before
     if plan is not judged.plan:
         is_slow = judged.slowdown_max > allowed
         why = f"was {judged.in_words} slower than without swapping" if is_slow else "saves too little memory"
         peaks = format_bytes(plan.peak_bytes), format_bytes(judged.plan.peak_bytes)
         log.info("back to a plan with a peak of %s: the last one tried, with %s, %s", *peaks, why)
-    kept = planned.search.judged(plan)
+    kept = search.judged(plan)
     if kept is not None:
         log.info("the search ends with a plan that was %s slower than without swapping", kept.in_words)
     return plan
@@ -39,14 +47,8 @@ def _best(planned: PlannedStep, limit_bytes: int | None, limits: Limits, allowed
     Otherwise return the plan that moves nothing, if it stays within the memory limit. If it does not, return the
     plan of least memory that kept the promise, however little it saves. If no plan kept the promise, return the
     fastest of the tried plans.
-
-    If a plan has been measured again, return it if it kept the promise, otherwise the plan that was followed before.
-    (That one is not judged anew by what was measured of the other plan: `Watch` compares it now and then.)
     """
     search = planned.search
-    if search.plan_before is not None:
-        judged = search.tried[-1]
-        return judged.plan if judged.slowdown_max <= allowed else search.plan_before
     best = search.best(allowed)
     if best is not None and limits.is_worth_hooks(best.peak_bytes, best.unswapped_peak_bytes):
         return best

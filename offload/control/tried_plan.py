@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from math import nan, sqrt
 from statistics import NormalDist
 
+from offload.control.limits import Limits
 from offload.plan import Plan, recomputed, simulate
 
 __all__ = ["TriedPlan", "assumed_seconds", "most_promising"]
@@ -29,7 +30,7 @@ class TriedPlan:
     reference_steps
         Number of reference steps from which `measured` was computed.
     compute_seconds
-        Computation time of these reference steps (`PlanSearch.judge`).
+        Computation time of the latest of these reference steps (`PlanSearch.judge`).
     unexplained_seconds
         Measured step time minus the computation time of reference steps, minus the recomputation, waits and hook time
         that the plan predicts. It is taken as the time by which copies and the recording of operators slowed the
@@ -121,19 +122,25 @@ def assumed_seconds(plan: Plan, byte_seconds: float) -> float:
     return slow.step_seconds - fast.step_seconds
 
 
-def most_promising(tried: Iterable[TriedPlan], plan: Plan, max_slowdown: float, gain_min: float) -> TriedPlan | None:
+def most_promising(tried: Iterable[TriedPlan], plan: Plan, max_slowdown: float, limits: Limits) -> TriedPlan | None:
     """Return the rejected plan that is most worth measuring again, in place of the present `plan`. None if none is.
 
     The *expected gain* is the memory that a rejected plan needs less than `plan`, multiplied by the probability that
     its slowdown is at most `max_slowdown`. (Its slowdown is assumed to be normally distributed, with the estimate as
     mean and its margin of error as standard deviation.) The plan with the largest expected gain is returned, if this is
-    at least `gain_min` times the peak without swapping.
+    at least `Limits.remeasure_gain` times the peak without swapping.
+
+    Plans that save too little are left out (`Limits.is_worth_hooks`); so are plans that were made for another amount of
+    memory in use, or move other optimizer state, because their peaks cannot be compared.
     """
-    best, gain_max = None, gain_min * plan.unswapped_peak_bytes
+    best, gain_max = None, limits.remeasure_gain * plan.unswapped_peak_bytes
     for each in tried:
-        if each.slowdown_max > max_slowdown and each.error > 0:
+        other = each.plan
+        is_alike = (other.unswapped_peak_bytes, other.state) == (plan.unswapped_peak_bytes, plan.state)
+        is_worth_it = limits.is_worth_hooks(other.peak_bytes, other.unswapped_peak_bytes)
+        if each.slowdown_max > max_slowdown and each.error > 0 and is_alike and is_worth_it:
             probability = NormalDist(each.slowdown, each.error).cdf(max_slowdown)
-            gain = probability * (plan.peak_bytes - each.plan.peak_bytes)
+            gain = probability * (plan.peak_bytes - other.peak_bytes)
             if gain >= gain_max:
                 best, gain_max = each, gain
     return best

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import deque
 from dataclasses import dataclass, field
 
@@ -25,14 +24,14 @@ class Watch:
         judged by reference steps that kept every tensor, it is compared with those, and no new reference step runs.
     interval
         A comparison is due in each step whose number is a multiple of this.
-    remeasured_at
-        Number of the step from which on a rejected plan may be measured again; None before the first one is known.
+    ended_at
+        Number of the step at which the search ended, or a plan had been measured again.
     """
 
     limits: Limits
     looks: deque[float] = field(init=False)
     interval: int = field(init=False)
-    remeasured_at: int | None = None
+    ended_at: int = 0
 
     def __post_init__(self) -> None:
         self.looks = deque(maxlen=self.limits.measurements_before_judging)
@@ -55,17 +54,16 @@ class Watch:
         if self.looks:
             self.interval = min(2 * self.interval, self.limits.recheck_steps_max)
 
-    def lets_remeasure(self, step: int) -> bool:
-        """Return whether a rejected plan may be measured again from this step on: about every time its number doubles.
+    def is_remeasuring_due(self, step: int) -> bool:
+        """Return whether a rejected plan may be measured again in the step with this number.
 
-        If it may, it may not again before the next such step. The numbers depend on no measurement, so all processes of
-        a job measure at about the same steps.
+        From `remeasure_steps`, 2 × `remeasure_steps`, 4 × … on, once for each of these numbers after `ended_at`. The
+        numbers depend on no measurement, so all processes of a job measure at about the same steps.
         """
-        due = self.remeasured_at is not None and step >= self.remeasured_at
-        if due or self.remeasured_at is None:
-            doubled = (self.limits.remeasure_steps << count for count in itertools.count())
-            self.remeasured_at = next(number for number in doubled if number > step)
-        return due
+        first = self.limits.remeasure_steps
+        while first <= self.ended_at:
+            first *= 2
+        return step >= first
 
     def is_broken(self, max_slowdown: float) -> bool:
         """Return whether the plan was too slow in each of the last comparisons.

@@ -154,7 +154,8 @@ class Report:
     bare_steps : int
         Steps without hooks, because the plan swaps nothing.
     settled_steps : int
-        Steps that followed the final plan of a search. Includes steps without hooks, excludes reference steps.
+        Steps that followed the plan that a search has ended with. Includes steps without hooks, excludes reference
+        steps.
     steps_measured : tuple of StepRecord
         The last measured steps, including profiled ones, oldest first.
     notes : tuple of str

@@ -163,7 +163,7 @@ def _notes(enabled: EnabledModel) -> Iterator[str]:
         yield f"NOTHING WAS SWAPPED: every saved tensor was kept ({largest or 'none was saved'})"
     if counts.bare_steps:
         bare = f"{counts.bare_steps} of {counts.steps} steps ran without them"
-        yield f"the plan swaps nothing: hooks are off ({bare})"
+        yield f"hooks are off while the plan swaps nothing ({bare})"
     if enabled.compiled_demand is not None:
         yield str(enabled.compiled_demand)
     yield from enabled.fallbacks.notes()
