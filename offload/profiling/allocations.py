@@ -1,6 +1,7 @@
-"""Bytes that torch allocates in each node of a recorded step, without those of saved tensors.
+"""Bytes that torch allocates in each node of a recorded step, without those of saved tensors, and in a recipe's run.
 
-Used only during a recorded step. Torch's profiler reports every allocation on the device, which may be the CPU.
+Used only during recorded and trial steps. Torch's profiler reports every allocation on the device, which may be the
+CPU.
 """
 
 from __future__ import annotations
@@ -180,6 +181,47 @@ def _others(events: Iterable[Event], owned: Mapping[int, int], node_count: int) 
             inside.pop(which, None)
         if node < node_count:
             highest[node] = max(highest[node], now)
+    return highest
+
+
+class AllocatedPeak:
+    """A context that finds the peak of the bytes that this thread allocates inside it and has not freed again.
+
+    Attributes
+    ----------
+    nbytes
+        The peak, in bytes, after the context has ended. None if another profiler was running in this process.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.nbytes: int | None = None
+        self._profile = AllocationProfile(device)
+
+    def __enter__(self) -> AllocatedPeak:
+        if self._profile.start():
+            try:
+                self._profile.begin_span(f"{MARK_PREFIX}run")
+            except BaseException:  # an interrupt: `__exit__` will not be called
+                self._profile.stop()
+                raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        events = self._profile.stop() if self._profile.is_on else None
+        if events is not None:
+            self.nbytes = _highest(events)
+
+
+def _highest(events: Iterable[tuple[str, int | str, int]]) -> int:
+    own: dict[int | str, int] = {}  # address → bytes
+    now = highest = 0
+    for kind, which, nbytes in events:
+        if kind == "alloc":
+            own[which] = nbytes
+            now += nbytes
+            highest = max(highest, now)
+        elif kind == "free":
+            now -= own.pop(which, 0)
     return highest
 
 

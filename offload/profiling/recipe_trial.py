@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from offload._core import SwappedStorage
+from offload.profiling.allocations import AllocatedPeak
 from offload.profiling.workspace import as_words, is_equal_where_written
 from offload.recomputation.measured import MeasuredRecipe, Refusal
 from offload.recomputation.recipe import Recipe
@@ -195,9 +196,12 @@ class _Trial(Recording):
         is_workspace: bool,
     ) -> bool:
         read = dict(storages) if is_workspace else {}  # a run takes its storages over
-        begin, cpu_begin = self._engine.mark(), time.thread_time()
-        made = recipe.run(storages)
-        end, seconds = self._engine.mark(), time.thread_time() - cpu_begin
+        with AllocatedPeak(self._engine.device) as peak:
+            begin, cpu_begin = self._engine.mark(), time.thread_time()
+            made = recipe.run(storages)
+            end, seconds = self._engine.mark(), time.thread_time() - cpu_begin
+        peak_bytes = recipe.peak_bytes if peak.nbytes is None else peak.nbytes
+        workspace_bytes = max(0, peak_bytes - storage.nbytes())
         with undisturbed():
             same = made.nbytes() == storage.nbytes() and torch.equal(as_words(made), as_words(storage))
             differs = as_words(made) != as_words(storage) if is_workspace and not same else None
@@ -209,9 +213,9 @@ class _Trial(Recording):
             self._read[index] = recipe.changeable
         if same and self._engine.is_accelerator:
             # Without the recipe itself, which would keep its slots alive.
-            self._timed.append((index, _measured(recipe, 0.0, storage.nbytes()), begin, end))
+            self._timed.append((index, _measured(recipe, 0.0, workspace_bytes), begin, end))
         elif same:
-            self.recipes[index] = _measured(recipe, seconds, storage.nbytes())
+            self.recipes[index] = _measured(recipe, seconds, workspace_bytes)
         return same
 
     def read_times(self) -> int:
@@ -235,7 +239,7 @@ class _Trial(Recording):
         return self._limit_bytes - self._base_bytes[entry.packed] - there
 
 
-def _measured(recipe: Recipe, seconds: float, nbytes: int) -> MeasuredRecipe:
+def _measured(recipe: Recipe, seconds: float, workspace_bytes: int) -> MeasuredRecipe:
     return MeasuredRecipe(
         seconds=seconds,
         sources=frozenset(recipe.sources.values()),
@@ -243,5 +247,5 @@ def _measured(recipe: Recipe, seconds: float, nbytes: int) -> MeasuredRecipe:
         is_heavy=recipe.is_heavy,
         opens=recipe.opens,
         held_bytes=recipe.held_bytes,
-        workspace_bytes=max(0, recipe.peak_bytes - nbytes),
+        workspace_bytes=workspace_bytes,
     )

@@ -111,7 +111,8 @@ class Recipe:
     opens
         The pack after which the operators have to be recorded.
     peak_bytes
-        Peak bytes of the values that the recipe computes, the result included; 0 if not computed.
+        Peak bytes of the operators' results, that of the recipe included, without what kernels allocate while they run;
+        0 if not computed.
     """
 
     target: int

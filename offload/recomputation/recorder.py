@@ -221,7 +221,9 @@ class OperatorRecorder(OperatorMode):  # type: ignore[no-untyped-call]
         # schema does not declare.
         if key != NO_KEY and key not in self.values and not made.is_inference():
             storage = made.untyped_storage()
-            self.values[key] = Value(storage.nbytes(), version_of(made), StorageWatch(storage), call, place)
+            nbytes = storage.nbytes()
+            self.values[key] = Value(nbytes, version_of(made), StorageWatch(storage), call, place)
+            call.made_bytes += nbytes
 
 
 Place = int | str

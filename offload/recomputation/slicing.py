@@ -135,11 +135,16 @@ class Cut:
         )
 
     def _peak_bytes(self, calls: list[Call], made: dict[int, list[Value]], last_use: dict[Value, int]) -> int:
-        """Return the peak memory of the calls' results, as if no two results shared memory."""
+        """Return the peak memory of the calls' results, as if no two results shared memory.
+
+        The results that the recipe does not need are allocated too, and freed at once.
+        """
         now = peak = 0
         for i, call in enumerate(calls):
-            now += sum(value.nbytes for value in made.get(call.number, ()))
-            peak = max(peak, now)
+            needed = made.get(call.number, ())
+            allocated = sum(value.nbytes for value in needed if isinstance(value.place, int))
+            now += sum(value.nbytes for value in needed)
+            peak = max(peak, now + call.made_bytes - allocated)
             done = {reference.value for reference, _, _ in _read_by(call) if last_use[reference.value] == i}
             now -= sum(value.nbytes for value in done if value.call is not None and value.call.number in self.calls)
         return peak

@@ -116,6 +116,7 @@ class Call:
     opens: int  # the latest pack before the previous call
     saves_weights: bool  # autograd saves the factors
     settings: Settings  # torch's settings during the call
+    made_bytes: int = 0  # of the storages that the call allocated for its results
     read: list[tuple[Reference, bool, bool]] | None = None  # cache of `slicing._read_by`
 
     @property

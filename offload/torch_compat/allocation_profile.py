@@ -1,6 +1,6 @@
 """Records every allocation of a step on one device with torch's profiler, without recording operators.
 
-It is used only in profiled steps.
+It is used only in profiled and trial steps.
 """
 
 from __future__ import annotations

@@ -1,17 +1,33 @@
 """The trial: what it finds out, what it leaves alone, and how it keeps to a limit."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from forced import Calls, gradients
+from test_workspaces import OPERATOR, Recurrent
+from test_workspaces import step as recurrent_step
 from torch import nn
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from offload.profiling.allocations import AllocatedPeak
+from offload.recomputation.slicing import Cut
 from offload.torch_compat.modules import is_sharded
+
+CPU = torch.device("cpu")
 
 
 def step(model, number):
     model.zero_grad()
     model(torch.randn(32, 64)).square().mean().backward()
+    return gradients(model)
+
+
+def long_step(model, number):
+    """The first layer's weight is small beside the result, so that a copy is worth it."""
+    model.zero_grad()
+    model(torch.randn(1024, 64)).square().mean().backward()
     return gradients(model)
 
 
@@ -24,12 +40,12 @@ def trial_of(handle):
     return trial
 
 
-def test_what_a_recipe_says(forcing):
-    def long_step(model, number):  # the first layer's weight is small beside the result, so that a copy is worth it
-        model.zero_grad()
-        model(torch.randn(1024, 64)).square().mean().backward()
-        return gradients(model)
+def sizes_of(handle):
+    (known,) = handle._on_device.controller.known.values()
+    return {index: entry.nbytes for index, entry in known.order.entries.items()}
 
+
+def test_what_a_recipe_says(forcing):
     handle = forcing.compare(make, long_step)
     trial = trial_of(handle)
     entries = next(iter(handle._on_device.controller.known.values())).order.entries
@@ -42,6 +58,62 @@ def test_what_a_recipe_says(forcing):
         assert recipe.opens < index
     names = {recipe.operators: recipe.is_heavy for recipe in recipes.values()}
     assert names == {("aten.addmm.default",): True, ("aten.gelu.default",): False, ("aten.silu.default",): False}
+
+
+def sorted_values(h):
+    """Gelu saves the values. Sorting again makes the indices too, which take twice the bytes."""
+    return functional.gelu(h.sort().values)
+
+
+@pytest.mark.parametrize("by", ["measured", "counted"])
+def test_memory_of_a_recipe_includes_results_that_it_does_not_need(forcing, monkeypatch, by):
+    h_bytes = 1024 * 256 * 4
+    if by == "measured":
+        monkeypatch.setattr(Cut, "_peak_bytes", lambda *_: 0)
+
+    def watched_step(model, number):
+        is_watched = by == "counted" and number == 1  # a profiler of the program's own runs in the trial
+        with torch.profiler.profile() if is_watched else nullcontext():
+            return long_step(model, number)
+
+    handle = forcing.compare(lambda: Calls(sorted_values), watched_step)
+    sizes = sizes_of(handle)
+    found = {
+        sizes[index]: recipe.workspace_bytes
+        for index, recipe in trial_of(handle).recipes().items()
+        if recipe.operators[-1] == "aten.sort.default"
+    }
+    besides = {h_bytes: 3 * h_bytes, 2 * h_bytes: 2 * h_bytes}  # h and the indices, or h and the values
+    assert found.keys() == besides.keys()
+    assert all(found[nbytes] >= least for nbytes, least in besides.items())
+    assert by == "measured" or found == besides
+
+
+class OneOperator(TorchDispatchMode):
+    """Finds the peak of what one operator allocates."""
+
+    nbytes = None
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if str(func) != OPERATOR:
+            return func(*args, **(kwargs or {}))
+        with AllocatedPeak(CPU) as peak:
+            results = func(*args, **(kwargs or {}))
+        self.nbytes = peak.nbytes
+        return results
+
+
+def test_memory_of_a_recipe_includes_what_kernels_allocate(forcing):
+    """The layer's output takes little memory; its workspace and what its kernel needs take more."""
+    with OneOperator() as alone:
+        Recurrent()(torch.randn(4, 12, 32))
+    if alone.nbytes is None:
+        pytest.skip("this torch was built without oneDNN's recurrent layers")
+    handle = forcing.compare(Recurrent, recurrent_step)
+    sizes = sizes_of(handle)
+    recipes = {i: each for i, each in trial_of(handle).recipes().items() if each.operators == (OPERATOR,)}
+    assert recipes
+    assert {sizes[i] + each.workspace_bytes for i, each in recipes.items()} == {alone.nbytes}
 
 
 def test_nothing_is_tried_that_does_not_fit(forcing):
