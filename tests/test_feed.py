@@ -110,6 +110,46 @@ def test_a_loader_that_raises_raises_at_its_batch(error):
     assert threading.active_count() == threads
 
 
+class NoCopies:
+    """Stands in for the copies to an accelerator."""
+
+    def __init__(self, *_: object) -> None:
+        pass
+
+    def send(self, batch: torch.Tensor) -> torch.Tensor:
+        return batch
+
+    def receive(self, batch: torch.Tensor) -> torch.Tensor:
+        return batch
+
+    def close(self) -> None:
+        pass
+
+
+def test_the_error_of_a_loader_is_freed_with_the_tensors_of_its_loop(monkeypatch):
+    """Its traceback refers to the frames of the loop: in a reference cycle, they would wait for the collector."""
+    monkeypatch.setattr("offload.contrib.prefetcher.Conveyor", NoCopies)
+
+    def run() -> weakref.ref[torch.Tensor]:
+        held = torch.ones(3)
+        alive = weakref.ref(held)
+        batches = offload.contrib.Prefetcher(Source(fails_at=3), device="cpu")
+        batches.device = torch.device("cuda")
+        try:
+            for _ in batches:
+                pass
+        except RuntimeError:
+            return alive
+        raise AssertionError("the loader has not raised")
+
+    gc.collect()
+    gc.disable()
+    try:
+        assert run()() is None
+    finally:
+        gc.enable()
+
+
 def test_a_pass_that_is_dropped_half_way_leaves_nothing():
     source = Source()
     given = iter(offload.contrib.Prefetcher(source, device="cpu"))

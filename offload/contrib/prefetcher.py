@@ -130,7 +130,11 @@ class Prefetcher(Generic[Batch]):
             failure = error
 
             def fail() -> Batch:
-                raise failure
+                nonlocal failure
+                try:
+                    raise failure
+                finally:
+                    del failure  # its traceback refers to this function: the cycle would keep the loop's tensors
 
             return fail
         finally:

@@ -15,6 +15,7 @@ from torch import Tensor, UntypedStorage
 from offload import _core
 from offload.optimizer_state.counts import GradientCounts
 from offload.runtime.engine import Engine
+from offload.runtime.unreadable import UnreadableError
 from offload.torch_compat.optimizers import holds_alone
 
 __all__ = ["GradientError", "GradientPlace", "StoredGradient"]
@@ -24,13 +25,11 @@ _SPILL_FIRST = 1 << 40
 _SCALES_MAX = 8
 
 
-class GradientError(_core.SpillError):
+class GradientError(UnreadableError):
     """A gradient could not be read back: repeat the step from `zero_grad()`.
 
     `parameter` is a parameter's name; empty if the parameter is gone.
     """
-
-    parameter: str
 
 
 @dataclass
@@ -182,14 +181,8 @@ class StoredGradient:
         except _core.SpillError as error:
             name = self.place.name_of(param) if param is not None else ""
             owner = f"parameter {name}" if param is not None else "a parameter that no longer exists"
-            told = GradientError(
-                error.errno,
-                f"the gradient of {owner} cannot be read back; call zero_grad() and repeat the step, or load "
-                f"the latest checkpoint if the optimizer was stepping: {error.strerror}",
-                error.filename,
-            )
-            told.offset, told.parameter = error.offset, name
-            raise told from error
+            repeat = "call zero_grad() and repeat the step, or load the latest checkpoint if the optimizer was stepping"
+            raise GradientError.of(error, name, f"the gradient of {owner} cannot be read back; {repeat}") from error
         self._is_coming = False
         self.place.counts.in_bytes += self.nbytes
         with torch.inference_mode(mode=False), torch.no_grad():

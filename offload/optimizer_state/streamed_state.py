@@ -20,6 +20,7 @@ from offload.optimizer_state.loading import convert
 from offload.optimizer_state.snapshot import Snapshot
 from offload.optimizer_state.state_tensor import StateTensor, is_movable
 from offload.runtime.engine import Engine
+from offload.runtime.unreadable import UnreadableError
 from offload.torch_compat.optimizers import holds_alone, is_called_by_state_dict
 from offload.torch_compat.tensors import is_local_held, local_of
 
@@ -35,10 +36,8 @@ SPILL_FIRST = 1 << 40
 ASKED_BYTES = 64 << 20
 
 
-class OptimizerStateError(_core.SpillError):
+class OptimizerStateError(UnreadableError):
     """Optimizer state could not be read back; load it from the latest checkpoint. `parameter`: the parameter's name."""
-
-    parameter: str
 
 
 def _clone(tensor: Tensor) -> Tensor:
@@ -223,14 +222,12 @@ class StreamedState(defaultdict[Any, State]):
             return read()
         except _core.SpillError as error:
             name = self._name_of(key)
-            told = OptimizerStateError(
-                error.errno,
+            raise OptimizerStateError.of(
+                error,
+                name,
                 f"the optimizer state {each.name!r} of parameter {name} cannot be read back; load the optimizer's "
-                f"state_dict of the latest checkpoint to go on: {error.strerror}",
-                error.filename,
-            )
-            told.offset, told.parameter = error.offset, name
-            raise told from error
+                "state_dict of the latest checkpoint to go on",
+            ) from error
 
     def peek(self, key: Any) -> State | None:
         """Return a parameter's state without bringing it back: tensors that are away read as NaN. None: no state."""

@@ -7,17 +7,16 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from offload import _core
+from offload.runtime.unreadable import UnreadableError
 
 __all__ = ["Content", "ParameterError"]
 
 
-class ParameterError(_core.SpillError):
+class ParameterError(UnreadableError):
     """A moved parameter could not be read back. `parameter` is its name; empty if the model no longer exists.
 
     To go on, load the latest checkpoint (trained parameter) or the model (frozen parameter) again.
     """
-
-    parameter: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -386,9 +386,7 @@ class StoredParameter:
             name, is_trained = self._name_of(parameter), requires_grad_of(parameter)
             kind, load = ("parameter", "latest checkpoint") if is_trained else ("frozen parameter", "model again")
             what = f"the {kind} {name} cannot be read back; load the {load} to go on"
-        told = ParameterError(error.errno, f"{what}: {error.strerror}", error.filename)
-        told.offset, told.parameter = error.offset, name
-        return told
+        return ParameterError.of(error, name, what)
 
 
 def _tensor_over(

@@ -116,8 +116,11 @@ def check_limit(trace: Trace, limit_bytes: int) -> None:
         If no plan stays within the limit. The error has the least feasible limit and the three largest reasons.
     """
     error = refusal(trace, limit_bytes)
-    if error is not None:
-        raise error
+    try:
+        if error is not None:
+            raise error
+    finally:
+        del error  # its traceback refers to this frame, and so to all callers: the cycle would keep the step's tensors
 
 
 def refusal(trace: Trace, limit_bytes: int) -> InfeasibleLimitError | None:
