@@ -27,7 +27,19 @@ def frontiers(rows: Sequence[Mapping[str, Any]], machine: Mapping[str, Any], *, 
     """One table for each network: memory and time of every contestant over plain's."""
     for family in dict.fromkeys(row["family"] for row in rows):
         own = [row for row in rows if row["family"] == family]
-        columns = ["way", "memory", "step", "peak", "median step", "on disk", "pinned", "waits", GRADIENTS, ""]
+        columns = [
+            "way",
+            "memory",
+            "step",
+            "peak",
+            "in all steps",
+            "median step",
+            "on disk",
+            "pinned",
+            "waits",
+            GRADIENTS,
+            "",
+        ]
         made = [frontier_row(row) for row in own]
         mark_peers(made)
         for each in made:
@@ -53,7 +65,7 @@ def frontier_row(row: Mapping[str, Any]) -> Row:
     key = f"{row['family']} / {row['name']}"
     reason = row.get("inapplicable") or (f"failed: {row['error'].splitlines()[-1]}" if "error" in row else None)
     if reason or row.get("memory_over_plain") is None:
-        return Row(key, [row["name"], *["–"] * 8, reason or "no memory measured"], ours=bool(row.get("ours")))
+        return Row(key, [row["name"], *["–"] * 9, reason or "no memory measured"], ours=bool(row.get("ours")))
     memory, step = float(row["memory_over_plain"]), float(row["step_over_plain"])
     lower, upper = row["step_seconds_spread"]
     equal = row["equal_losses"] and row["equal_gradients"]
@@ -63,6 +75,7 @@ def frontier_row(row: Mapping[str, Any]) -> Row:
         f"{memory:.2f} ×",
         f"{step:.2f} ×",
         format_bytes(int(row["peak_bytes"])),
+        format_bytes(int(row["all_steps_peak_bytes"])) if row.get("all_steps_peak_bytes") else "–",
         f"{row['step_seconds_median']:.3f} s ({lower:.3f}–{upper:.3f})",
         format_bytes(int(row["disk_bytes"])) if row.get("disk_bytes") else "–",
         format_bytes(int(row["pinned_bytes"])) if row.get("pinned_bytes") else "–",

@@ -39,11 +39,11 @@ class Field:
 
     @cached_property
     def plain_peak_bytes(self) -> int:
-        """Growth of the resident set of a plain run as long as a contestant's."""
+        """Growth of the resident set in the timed steps of a plain run."""
         with Runner(self.setting, PLAIN) as run:
             for _ in range(ROUNDS):
                 run.step()
-            return int(run.finish()["peak_bytes"])
+            return int(run.finish()["settled_peak_bytes"])
 
 
 @pytest.fixture(scope="module")

@@ -160,7 +160,7 @@ class Trainer:
         return self._meter.baseline_bytes
 
     def settle(self, count: int | None = None) -> list[Step]:
-        """Run the first steps, which may differ from the later ones, and reset a GPU's peaks.
+        """Run the first steps, which may differ from the later ones, and reset the peaks.
 
         `count`: how many. By default, as many as it takes until a plan of offload is steady, and at least
         `STEPS_TO_SETTLE`.
@@ -171,6 +171,8 @@ class Trainer:
         if self.setting.device == "cuda":
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
+        elif self._meter is not None:
+            self._meter.lap()
         self._stall_before = self._report().get("stall_seconds", 0.0)
         self._settled = self._number
         return steps
@@ -230,11 +232,13 @@ class Trainer:
     def _resident_memory(self) -> dict[str, Any]:
         meter = self._meter
         assert meter is not None
+        settled_peak_bytes = meter.lap()  # since `settle`, or the latest step that was watched
         self._end_meter()
         return {
             "allocator": allocator.current(),
             "baseline_bytes": meter.baseline_bytes,
             "peak_bytes": meter.peak_bytes - meter.baseline_bytes,
+            "settled_peak_bytes": None if self._watch is not None else settled_peak_bytes - meter.baseline_bytes,
             "pinned_bytes": 0,
         }
 
