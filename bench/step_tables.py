@@ -27,19 +27,8 @@ def frontiers(rows: Sequence[Mapping[str, Any]], machine: Mapping[str, Any], *, 
     """One table for each network: memory and time of every contestant over plain's."""
     for family in dict.fromkeys(row["family"] for row in rows):
         own = [row for row in rows if row["family"] == family]
-        columns = [
-            "way",
-            "memory",
-            "step",
-            "peak",
-            "in all steps",
-            "median step",
-            "on disk",
-            "pinned",
-            "waits",
-            GRADIENTS,
-            "",
-        ]
+        memory = ["memory", "step", "peak", "in all steps"]
+        columns = ["way", *memory, "median step", "on disk", "pinned", "waits", GRADIENTS, ""]
         made = [frontier_row(row) for row in own]
         mark_peers(made)
         for each in made:

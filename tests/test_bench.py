@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import mmap
 import sys
 from pathlib import Path
 from typing import Any
@@ -239,6 +240,7 @@ def test_a_race_compares_bits_and_figures(bench: Any) -> None:
     assert len(row["step_seconds"]) == len(row["plain_step_seconds"]) == 2
     assert row["plain_peak_bytes"] == meeting.plain_peak_bytes > 0
     assert row["memory_over_plain"] == row["peak_bytes"] / row["plain_peak_bytes"]
+    assert row["all_steps_peak_bytes"] >= row["peak_bytes"]
     assert row["stall_seconds_per_step"] >= 0
     assert absent["inapplicable"].startswith("needs CUDA: ")
 
@@ -272,6 +274,26 @@ def test_memory_counts_from_before_a_contestant_looks_at_a_step(bench: Any) -> N
         patch.setattr(contestants, "prepare", lambda *a, **k: (order.append("prepare"), prepare(*a, **k))[1])
         training.Trainer(bench["race"].setting_of("lstm", "tiny"), contestants.LEAST).close()
     assert order == ["begin", "prepare"]
+
+
+def test_memory_of_the_timed_steps_leaves_out_the_search(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    training, contestants = bench["training"], bench["contestants"]
+    trainer = training.Trainer(bench["race"].setting_of("lstm", "tiny"), contestants.PLAIN)
+    step = trainer.step
+
+    def large_step(*about: Any, **more: Any) -> Any:
+        with mmap.mmap(-1, 64 << 20) as block:
+            block.write(b"x" * len(block))
+            return step(*about, **more)
+
+    monkeypatch.setattr(trainer, "step", large_step)
+    trainer.settle(1)
+    monkeypatch.setattr(trainer, "step", step)
+    trainer.step()
+    figures = trainer.figures()
+    trainer.close()
+    assert figures["peak_bytes"] >= 64 << 20
+    assert 0 < figures["settled_peak_bytes"] <= figures["peak_bytes"] - (48 << 20)
 
 
 @pytest.mark.long
