@@ -40,10 +40,10 @@ UNITS = """*Plain* is training without any of these ways. *Memory* is what train
 after model and optimizer are loaded (on a GPU: to what torch has allocated there), relative to plain training; *time*
 is the median step, relative to plain steps."""
 TERMS = f"""{UNITS} Plain's own time differs from 1 by noise. *Peak*: memory in the timed steps; *in all steps*: with
-those of the search for a plan. In brackets are the quartiles of the median step. *Waits*: how long computation waits for
-copies in each step. *Peer better*: no setting of offload needs as little memory and as little time as this way. The
-*tutorial's disk hooks* are those of PyTorch's tutorial on hooks for saved tensors: they write every tensor to a file and
-read it back. *Selective checkpointing* recomputes cheap operators only."""
+those of the search for a plan. In brackets are the quartiles of the median step. *Waits*: how long computation waits
+for copies in each step. *Peer better*: no setting of offload needs as little memory and as little time as this way.
+The *tutorial's disk hooks* are those of PyTorch's tutorial on hooks for saved tensors: they write every tensor to a
+file and read it back. *Selective checkpointing* recomputes cheap operators only."""
 NOTES = {
     "networks": TERMS,
     "small": TERMS,
