@@ -238,7 +238,7 @@ class Trainer:
             "allocator": allocator.current(),
             "baseline_bytes": meter.baseline_bytes,
             "peak_bytes": meter.peak_bytes - meter.baseline_bytes,
-            "settled_peak_bytes": None if self._watch is not None else settled_peak_bytes - meter.baseline_bytes,
+            **({} if self._watch is not None else {"settled_peak_bytes": settled_peak_bytes - meter.baseline_bytes}),
             "pinned_bytes": 0,
         }
 

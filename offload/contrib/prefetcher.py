@@ -10,7 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
@@ -110,13 +110,14 @@ class Prefetcher(Generic[Batch]):
         conveyor = Conveyor(self.device, self.feed)
         source = iter(self.loader)
         try:
-            receive = self._ask(source, conveyor)
+            receive: Callable[[], Batch] | None = self._ask(source, conveyor)
             while receive is not None:
                 batch = receive()
                 receive = self._ask(source, conveyor)
                 yield batch
                 del batch
         finally:
+            receive = None  # of an error whose traceback refers to this frame: the cycle would keep the loop's tensors
             conveyor.close()
 
     def _ask(self, source: Iterator[Batch], conveyor: Conveyor) -> Callable[[], Batch] | None:
@@ -127,16 +128,7 @@ class Prefetcher(Generic[Batch]):
         except StopIteration:
             return None
         except Exception as error:
-            failure = error
-
-            def fail() -> Batch:
-                nonlocal failure
-                try:
-                    raise failure
-                finally:
-                    del failure  # its traceback refers to this function: the cycle would keep the loop's tensors
-
-            return fail
+            return partial(_raise_only, [error])
         finally:
             self._count_wait(time.perf_counter() - started)
         return partial(conveyor.receive, conveyor.send(batch))
@@ -152,6 +144,11 @@ class Prefetcher(Generic[Batch]):
             self.feed.empty_batches += 1
             if self.feed.empty_batches == 1:
                 log.warning("%s", next(self.feed.notes()))
+
+
+def _raise_only(errors: list[Exception]) -> NoReturn:
+    """Raise the error in the list, which does not hold it any longer."""
+    raise errors.pop()
 
 
 class Parcel:

@@ -181,8 +181,12 @@ class StoredGradient:
         except _core.SpillError as error:
             name = self.place.name_of(param) if param is not None else ""
             owner = f"parameter {name}" if param is not None else "a parameter that no longer exists"
-            repeat = "call zero_grad() and repeat the step, or load the latest checkpoint if the optimizer was stepping"
-            raise GradientError.of(error, name, f"the gradient of {owner} cannot be read back; {repeat}") from error
+            raise GradientError.of(
+                error,
+                name,
+                f"the gradient of {owner} cannot be read back; call zero_grad() and repeat the step, or load the "
+                "latest checkpoint if the optimizer was stepping",
+            ) from error
         self._is_coming = False
         self.place.counts.in_bytes += self.nbytes
         with torch.inference_mode(mode=False), torch.no_grad():

@@ -185,12 +185,13 @@ def _others(events: Iterable[Event], owned: Mapping[int, int], node_count: int) 
 
 
 class AllocatedPeak:
-    """A context that finds the peak of the bytes that this thread allocates inside it and has not freed again.
+    """A context that finds the peak of the bytes that torch allocates in this thread inside it and has not freed again.
 
     Attributes
     ----------
     nbytes
-        The peak, in bytes, after the context has ended. None if another profiler was running in this process.
+        The peak, in bytes, after the context has ended. None if another profiler was running in this process, or
+        another step was being recorded. Too small if torch's allocator does not report to its profiler.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -198,15 +199,19 @@ class AllocatedPeak:
         self._profile = AllocationProfile(device)
 
     def __enter__(self) -> AllocatedPeak:
-        if self._profile.start():
-            try:
+        try:
+            if self._profile.start():
                 self._profile.begin_span(f"{MARK_PREFIX}run")
-            except BaseException:  # an interrupt: `__exit__` will not be called
-                self._profile.stop()
-                raise
+        except BaseException:  # an interrupt: `__exit__` will not be called
+            self.end()
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.end()
+
+    def end(self) -> None:
+        """End the recording. May be called again, because an interrupt may stop a call."""
         events = self._profile.stop() if self._profile.is_on else None
         if events is not None:
             self.nbytes = _highest(events)
@@ -217,8 +222,8 @@ def _highest(events: Iterable[tuple[str, int | str, int]]) -> int:
     now = highest = 0
     for kind, which, nbytes in events:
         if kind == "alloc":
+            now += nbytes - own.get(which, 0)  # another thread may have freed an earlier block at this address
             own[which] = nbytes
-            now += nbytes
             highest = max(highest, now)
         elif kind == "free":
             now -= own.pop(which, 0)

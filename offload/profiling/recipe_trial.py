@@ -196,11 +196,18 @@ class _Trial(Recording):
         is_workspace: bool,
     ) -> bool:
         read = dict(storages) if is_workspace else {}  # a run takes its storages over
-        with AllocatedPeak(self._engine.device) as peak:
-            begin, cpu_begin = self._engine.mark(), time.thread_time()
-            made = recipe.run(storages)
-            end, seconds = self._engine.mark(), time.thread_time() - cpu_begin
-        peak_bytes = recipe.peak_bytes if peak.nbytes is None else peak.nbytes
+        peak = AllocatedPeak(self._engine.device)
+        try:
+            with peak:
+                begin, cpu_begin = self._engine.mark(), time.thread_time()
+                made = recipe.run(storages)
+                end, seconds = self._engine.mark(), time.thread_time() - cpu_begin
+        finally:
+            peak.end()  # an interrupt may have stopped `__exit__`
+        # The result is allocated inside: a smaller peak means that this allocator does not report to the profiler.
+        peak_bytes = peak.nbytes or 0
+        if peak_bytes < storage.nbytes():
+            peak_bytes = recipe.peak_bytes
         workspace_bytes = max(0, peak_bytes - storage.nbytes())
         with undisturbed():
             same = made.nbytes() == storage.nbytes() and torch.equal(as_words(made), as_words(storage))

@@ -146,7 +146,8 @@ class Cut:
             now += sum(value.nbytes for value in needed)
             peak = max(peak, now + call.made_bytes - allocated)
             done = {reference.value for reference, _, _ in _read_by(call) if last_use[reference.value] == i}
-            now -= sum(value.nbytes for value in done if value.call is not None and value.call.number in self.calls)
+            freed = [value for value in done if value.call is not None and value not in self.leaves]
+            now -= sum(value.nbytes for value in freed if value.call.number in self.calls)
         return peak
 
     def _step(self, position: int, call: Call, made: list[Value], last_use: dict[Value, int]) -> Step:

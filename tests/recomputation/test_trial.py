@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from offload.profiling.allocations import AllocatedPeak
 from offload.recomputation.slicing import Cut
+from offload.torch_compat.allocation_profile import AllocationProfile
 from offload.torch_compat.modules import is_sharded
 
 CPU = torch.device("cpu")
@@ -65,11 +66,20 @@ def sorted_values(h):
     return functional.gelu(h.sort().values)
 
 
-@pytest.mark.parametrize("by", ["measured", "counted"])
+@pytest.mark.parametrize("by", ["measured", "counted", "counted: no allocation is reported"])
 def test_memory_of_a_recipe_includes_results_that_it_does_not_need(forcing, monkeypatch, by):
     h_bytes = 1024 * 256 * 4
+    measured, end = [], AllocatedPeak.end
+
+    def noted_end(peak):
+        end(peak)
+        measured.append(peak.nbytes)
+
+    monkeypatch.setattr(AllocatedPeak, "end", noted_end)
     if by == "measured":
         monkeypatch.setattr(Cut, "_peak_bytes", lambda *_: 0)
+    elif by != "counted":
+        monkeypatch.setattr("offload.profiling.allocations._highest", lambda _: 0)
 
     def watched_step(model, number):
         is_watched = by == "counted" and number == 1  # a profiler of the program's own runs in the trial
@@ -87,12 +97,14 @@ def test_memory_of_a_recipe_includes_results_that_it_does_not_need(forcing, monk
     assert found.keys() == besides.keys()
     assert all(found[nbytes] >= least for nbytes, least in besides.items())
     assert by == "measured" or found == besides
+    assert all((nbytes is None) == (by == "counted") for nbytes in measured)
+    assert measured
 
 
 class OneOperator(TorchDispatchMode):
     """Finds the peak of what one operator allocates."""
 
-    nbytes = None
+    nbytes = result_nbytes = None
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if str(func) != OPERATOR:
@@ -100,6 +112,7 @@ class OneOperator(TorchDispatchMode):
         with AllocatedPeak(CPU) as peak:
             results = func(*args, **(kwargs or {}))
         self.nbytes = peak.nbytes
+        self.result_nbytes = sum(result.untyped_storage().nbytes() for result in results)
         return results
 
 
@@ -107,13 +120,30 @@ def test_memory_of_a_recipe_includes_what_kernels_allocate(forcing):
     """The layer's output takes little memory; its workspace and what its kernel needs take more."""
     with OneOperator() as alone:
         Recurrent()(torch.randn(4, 12, 32))
-    if alone.nbytes is None:
+    if alone.result_nbytes is None:
         pytest.skip("this torch was built without oneDNN's recurrent layers")
     handle = forcing.compare(Recurrent, recurrent_step)
+    assert alone.nbytes > alone.result_nbytes
     sizes = sizes_of(handle)
     recipes = {i: each for i, each in trial_of(handle).recipes().items() if each.operators == (OPERATOR,)}
     assert recipes
     assert {sizes[i] + each.workspace_bytes for i, each in recipes.items()} == {alone.nbytes}
+
+
+def test_an_interrupt_ends_the_measurement(forcing, monkeypatch):
+    """A signal may arrive as soon as `__exit__` is entered."""
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(AllocatedPeak, "__exit__", interrupted)
+    model = make()
+    forcing.enable(model)
+    long_step(model, 0)
+    with pytest.raises(KeyboardInterrupt):
+        long_step(model, 1)
+    assert not AllocationProfile.is_recording()
+    assert not torch.autograd._profiler_enabled()
 
 
 def test_nothing_is_tried_that_does_not_fit(forcing):
