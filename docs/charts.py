@@ -193,9 +193,9 @@ def draw_ways(colors: Mapping[str, str]) -> Any:
         for label in axes.get_yticklabels():
             label.set_fontweight("bold" if label.get_text().startswith("offload") else "normal")
     both[0].invert_yaxis()
-    both[0].set_xlim(0, 1.15)
+    both[0].set_xlim(0, None)  # up to the largest value: no mark is cut off
     both[0].set_xlabel("memory, relative to plain (less is better)")
-    both[1].set_xlim(0.9, 2.55)
+    both[1].set_xlim(0.9, None)
     both[1].set_xlabel("step time, relative to plain (less is better)")
     marks = [both[0].scatter([], [], color=colors["faint"], marker=marker, s=34, linewidth=0) for marker in MARKERS]
     figure.legend(marks, NETWORKS.values(), loc="outside upper center", ncols=5, fontsize=9, frameon=False,
