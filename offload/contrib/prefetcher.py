@@ -128,7 +128,11 @@ class Prefetcher(Generic[Batch]):
         except StopIteration:
             return None
         except Exception as error:
-            return partial(_raise_only, [error])
+
+            def fail(pending: list[Exception]) -> NoReturn:
+                raise pending.pop()  # held by nothing else then: its traceback refers to the frames of the loop
+
+            return partial(fail, [error])
         finally:
             self._count_wait(time.perf_counter() - started)
         return partial(conveyor.receive, conveyor.send(batch))
@@ -144,11 +148,6 @@ class Prefetcher(Generic[Batch]):
             self.feed.empty_batches += 1
             if self.feed.empty_batches == 1:
                 log.warning("%s", next(self.feed.notes()))
-
-
-def _raise_only(errors: list[Exception]) -> NoReturn:
-    """Raise the error in the list, which does not hold it any longer."""
-    raise errors.pop()
 
 
 class Parcel:
