@@ -271,7 +271,7 @@ def main() -> int:
     core = build_mutants()
     rows = [walk_without(core, edge) for edge in sorted(EDGES)]
     for edge, (sanitizer, says, test) in SANITIZED.items():
-        found = re.search(says, run_planted(edge, sanitizer))
+        found = re.search(says, run_planted(edge, sanitizer, says))
         first = found[0] if found else ""
         rows.append({"name": edge, "caught_by": [test], "caught": bool(found), "first": first})
     rows += break_engine(TESTED)

@@ -40,13 +40,14 @@ def test_a_run_that_hangs_says_where():
 
 def test_a_planted_race_is_found():
     require("thread")
-    said = run_planted("event pool is locked", "thread")
-    assert "WARNING: ThreadSanitizer: data race" in said
+    race = "WARNING: ThreadSanitizer: data race"
+    said = run_planted("event pool is locked", "thread", race)
+    assert race in said
     assert "event_pool.h" in said
 
 
 def test_a_planted_memory_error_is_found():
     require("address,undefined")
-    said = run_planted("a queued spill holds its slot", "address,undefined")
+    said = run_planted("a queued spill holds its slot", "address,undefined", USE_AFTER_FREE)
     assert re.search(USE_AFTER_FREE, said)
     assert "spiller.cpp" in said
