@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from table import EQUAL, GRADIENTS, NETWORKS, NOT_REACHED, UNEQUAL, Row, Table
+from table import EQUAL, GRADIENTS, NETWORKS, NOT_REACHED, UNEQUAL, Row, Table, processor_of
 
 from offload.units import format_bytes, format_seconds
 
@@ -35,7 +35,7 @@ def settling_tables(content: Mapping[str, Any]) -> Iterator[Table]:
                 about = [str(number), step["kind"], format_seconds(step["seconds"]), format_bytes(step["peak_bytes"])]
                 cells = about if place == 0 else [""] * len(about)
                 rows.append(Row(f"settling / {run['family']} {number}.{place}", [*cells, "; ".join(text.splitlines())]))
-        title = f"The first {len(run['steps'])} steps: {name}"
+        title = f"The first {len(run['steps'])} steps: {name}, {processor_of(content['machine'])}"
         yield Table(title, columns, rows, content["machine"], "settling", note=note(run), page="settling", run=run)
 
 

@@ -15,7 +15,7 @@ from typing import Any
 from control_tables import same_script_table, settling_tables
 from recomputation_tables import coverage_table, recomputation_table, recording_table
 from step_tables import demo_machine, demo_rows, frontiers, largest_tables
-from table import EQUAL, GRADIENTS, NOT_REACHED, PEER_BETTER, UNEQUAL, Row, Table
+from table import EQUAL, GRADIENTS, NOT_REACHED, PEER_BETTER, UNEQUAL, Row, Table, processor_of
 
 from offload.units import format_bytes, format_seconds
 
@@ -299,11 +299,24 @@ def slowdown_table(content: Mapping[str, Any]) -> Table:
     )
     if any(row["max_slowdown"] is None for row in content["rows"]):
         note += " *Plain again*: both processes train without offload, so the difference is noise."
+    note += above_plain([row for row in content["rows"] if row["max_slowdown"] is not None])
     is_default = {row["max_slowdown"] for row in content["rows"]} - {None} == {0.05}
-    # The default is measured on several machines, each with a table of its own.
-    processor = content["machine"]["processor"].removesuffix(" Processor").replace("(R)", "")
-    title = f"Is the default max_slowdown kept? {processor}" if is_default else "Is max_slowdown kept?"
+    # Both are measured on several machines, each with a table of its own.
+    title = f"Is {'the default ' if is_default else ''}max_slowdown kept? {processor_of(content['machine'])}"
     return Table(title, columns, rows, content["machine"], note=note, page="targets")
+
+
+def above_plain(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Say in how many rows the measured steps need more memory than plain's, and by how much; empty if in none."""
+    more = [row["steady_peak_bytes"] - row["plain_steady_peak_bytes"] for row in rows]
+    above = [nbytes for nbytes in more if nbytes > 0]
+    if not above:
+        return ""
+    return (
+        f" In {len(above)} of {len(rows)} rows the measured steps need more memory than plain's: by "
+        f"{format_bytes(min(above))} to {format_bytes(max(above))}. Offload itself needs some MiB, and malloc may keep "
+        "free memory from the search."
+    )
 
 
 def sweep_table(content: Mapping[str, Any]) -> Table:

@@ -44,8 +44,9 @@ class Table:
 
     @property
     def slug(self) -> str:
-        """The title as a file's name."""
-        whole = f"{self.title} {device_of(self.machine)}"
+        """The title and the device as a file's name."""
+        is_named = self.title.endswith(processor_of(self.machine))
+        whole = self.title if is_named else f"{self.title} {device_of(self.machine)}"
         words = "".join(letter if letter.isascii() and letter.isalnum() else " " for letter in whole)
         return "-".join(words.lower().split())
 
@@ -53,6 +54,11 @@ class Table:
 def device_of(machine: Mapping[str, Any]) -> str:
     """Where it ran, in two words."""
     return str(machine.get("device") or machine.get("processor") or "unknown")
+
+
+def processor_of(machine: Mapping[str, Any]) -> str:
+    """The processor's name in a title: "Intel Xeon" for "Intel(R) Xeon(R) Processor"."""
+    return str(machine.get("processor", "unknown")).removesuffix(" Processor").replace("(R)", "")
 
 
 def about(machine: Mapping[str, Any]) -> str:

@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "bench"))
 try:
-    from result_tables import slowdown_table
+    from result_tables import above_plain, slowdown_table
 finally:
     sys.path.pop(0)
 
@@ -53,3 +53,12 @@ def test_a_second_plain_process_shows_noise_and_keeps_nothing(max_slowdown: floa
     assert table.rows[1].cells[0] == ("gru, plain again" if max_slowdown is None else "gru, 5%")
     assert table.rows[1].cells[5] == ("–" if max_slowdown is None else "yes")
     assert ("*Plain again*" in table.note) == (max_slowdown is None)
+
+
+def test_rows_that_need_more_memory_than_plain_are_counted() -> None:
+    rows = [
+        {"plain_steady_peak_bytes": 100 << 20, "steady_peak_bytes": nbytes << 20} for nbytes in (60, 100, 103, 119, 101)
+    ]
+    assert above_plain(rows).startswith(" In 3 of 5 rows")
+    assert "by 1.00 MiB to 19.00 MiB" in above_plain(rows)
+    assert above_plain(rows[:2]) == ""

@@ -101,6 +101,26 @@ def test_memory_of_a_recipe_includes_results_that_it_does_not_need(forcing, monk
     assert measured
 
 
+def sums_with_indices(h):
+    """Sort saves the indices, and gelu four copies of the sums."""
+    values, indices = h.sort()
+    return functional.gelu((values + indices).repeat(4, 1))
+
+
+def test_counted_memory_of_a_recipe_that_reads_a_source_made_by_one_of_its_operators(forcing, monkeypatch):
+    h_bytes = 1024 * 256 * 4
+    monkeypatch.setattr("offload.profiling.allocations._highest", lambda _: 0)  # so results are counted
+    handle = forcing.compare(lambda: Calls(sums_with_indices), long_step)
+    sizes = sizes_of(handle)
+    found = {
+        recipe.operators[1:]: (sizes[index], recipe.workspace_bytes)
+        for index, recipe in trial_of(handle).recipes().items()
+    }
+    # The sums exist while they are repeated. The indices are a source, so running `add` frees only the values.
+    repeated = ("aten.sort.default", "aten.add.Tensor", "aten.repeat.default")
+    assert found[repeated] == (4 * h_bytes, h_bytes)
+
+
 class OneOperator(TorchDispatchMode):
     """Finds the peak of what one operator allocates."""
 
@@ -151,6 +171,45 @@ def test_nothing_is_tried_that_does_not_fit(forcing):
     limit = {"base_bytes": [0] * 100, "limit_bytes": 2 * h_bytes}
     handle = forcing.compare(make, step, limit=limit, recomputes=None)
     assert "too large to be tried within the memory limit" in forcing.refused(handle)
+
+
+class SineAndCosine(torch.autograd.Function):
+    """Saves both at once: no operator runs between the two packs."""
+
+    @staticmethod
+    def forward(ctx, h):
+        both = h.sin(), h.cos()
+        ctx.save_for_backward(*both)
+        return both[0]
+
+    @staticmethod
+    def backward(ctx, grad):
+        sine, cosine = ctx.saved_tensors
+        return grad * (sine.square() * cosine + cosine.pow(3))
+
+
+@pytest.mark.parametrize("needed", ["before the operators", "where the operators ran", "after the packs"])
+def test_what_kernels_allocate_belongs_to_the_node_in_which_they_ran(forcing, needed):
+    def make():
+        return Calls(lambda h: SineAndCosine.apply(functional.gelu(functional.gelu(h))))
+
+    def refusals(**options):
+        handle = forcing.compare(make, long_step, **options)
+        refused = trial_of(handle).refusals()
+        (known,) = handle._on_device.controller.known.values()
+        *_, sine, cosine = sorted(index for index, entry in known.order.entries.items() if entry.nbytes == h_bytes)
+        return known.order.entries[sine].packed, [refused.get(index) for index in (sine, cosine)]
+
+    h_bytes = 1024 * 256 * 4
+    node, refused = refusals()
+    assert refused == [None, None]
+    base_bytes = [0] * 100
+    base_bytes[node + {"before the operators": -2, "where the operators ran": 0, "after the packs": 2}[needed]] = (
+        100 * h_bytes
+    )
+    _, refused = refusals(limit={"base_bytes": base_bytes, "limit_bytes": 100 * h_bytes}, recomputes=None)
+    too_large = "too large to be tried within the memory limit"
+    assert refused == ([too_large] * 2 if needed == "where the operators ran" else [None, None])
 
 
 def test_a_trial_that_takes_another_branch_says_so(forcing):
