@@ -13,7 +13,7 @@ import matplotlib
 matplotlib.use("Agg")
 from control_tables import change_of
 from matplotlib import pyplot
-from table import Table, device_of
+from table import Table
 
 SETTLING_MARKERS = {"profiled": "s", "trial": "^", "reference": "o", "bare": "."}
 Colors = Mapping[str, str]
@@ -96,7 +96,7 @@ def draw(table: Table) -> dict[str, bytes] | None:
 
     def paint(colors: Colors) -> Any:
         figure = kind(table, colors)
-        title = textwrap.fill(f"{table.title} · {device_of(table.machine)}", 80)  # beside the legend, not above it
+        title = textwrap.fill(table.title_with_device, 80)  # beside the legend, not above it
         figure.suptitle(title, fontsize=10, x=0.06, ha="left")
         return figure
 

@@ -43,10 +43,15 @@ class Table:
     run: Mapping[str, Any] = field(default_factory=dict)  # of "settling": the row of the result file
 
     @property
+    def title_with_device(self) -> str:
+        """The title, and the device if the title does not name it."""
+        is_named = self.title.endswith(processor_of(self.machine))
+        return self.title if is_named else f"{self.title} · {device_of(self.machine)}"
+
+    @property
     def slug(self) -> str:
         """The title and the device as a file's name."""
-        is_named = self.title.endswith(processor_of(self.machine))
-        whole = self.title if is_named else f"{self.title} {device_of(self.machine)}"
+        whole = self.title_with_device
         words = "".join(letter if letter.isascii() and letter.isalnum() else " " for letter in whole)
         return "-".join(words.lower().split())
 
