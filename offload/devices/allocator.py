@@ -42,11 +42,13 @@ _USUAL_BYTES = 32 << 20  # glibc moves its threshold up to this, whenever a larg
 _KNOWN = ("tcmalloc", "jemalloc", "mimalloc")
 _SONAMES = ("libtcmalloc_minimal.so.4", "libtcmalloc.so.4", "libjemalloc.so.2")
 _WHEEL, _WHEEL_LIBRARY = "cmeel-mimalloc", "libmimalloc.so"
-# Settings that turn purging off: memory returned to the system costs page faults in every step.
-_NEVER_PURGE = {
+# Settings with which free memory is returned to the system ("purged") only by `release_free_memory`: purging causes page
+# faults in every step. With a delay of -1, mimalloc would not purge then either; this one is 11 days, in milliseconds.
+_PURGE_WHEN_ASKED = {
     "jemalloc": ("MALLOC_CONF", "dirty_decay_ms:-1,muzzy_decay_ms:-1"),
-    "mimalloc": ("MIMALLOC_PURGE_DELAY", "-1"),
+    "mimalloc": ("MIMALLOC_PURGE_DELAY", "1000000000"),
 }
+_PURGE_ALL_ARENAS = b"arena.4096.purge"  # 4096: MALLCTL_ARENAS_ALL of jemalloc.h
 _FOLDERS = (
     "/usr/lib/{machine}-linux-gnu",
     "/lib/{machine}-linux-gnu",
@@ -58,8 +60,8 @@ _RECYCLES = "freed blocks are used again without page faults, so memory falls as
 _COSTS = {
     "tcmalloc": _RECYCLES,
     **{
-        name: f"{_RECYCLES}, if purging is off ({'='.join(setting)}); with purging, every step has page faults"
-        for name, setting in _NEVER_PURGE.items()
+        name: f"{_RECYCLES}, with {'='.join(setting)}; with its usual setting, every step has page faults"
+        for name, setting in _PURGE_WHEN_ASKED.items()
     },
     "glibc, large blocks returned": "returns blocks of 1 MiB or more to the system when they are freed, so memory "
     "falls as tensors are swapped out; new blocks cause page faults. For faster steps, start with "
@@ -127,9 +129,9 @@ def remedy(name: str) -> str:
 
 
 def release_free_memory() -> None:
-    """Make malloc return free memory to the system: glibc's and tcmalloc. Does nothing with other allocators.
+    """Make malloc return free memory to the system: glibc's, tcmalloc, jemalloc and mimalloc.
 
-    jemalloc and mimalloc cannot: `preload_environment` turns their purging off.
+    Nothing happens with other allocators, or with mimalloc if MIMALLOC_PURGE_DELAY is negative.
     """
     process = ctypes.CDLL(None)
     name = current()
@@ -137,6 +139,10 @@ def release_free_memory() -> None:
         process.malloc_trim(0)
     elif name == "tcmalloc":
         process.MallocExtension_ReleaseFreeMemory()
+    elif name == "jemalloc":
+        process.mallctl(_PURGE_ALL_ARENAS, None, None, None, ctypes.c_size_t(0))
+    elif name == "mimalloc":
+        process.mi_collect(ctypes.c_bool(True))
 
 
 class LargeBlocks:
@@ -199,10 +205,10 @@ def preload_environment(environment: Mapping[str, str] | None = None) -> dict[st
     """Return a copy of an environment in which a child process uses huge pages and a malloc that reuses freed memory.
 
     If LD_PRELOAD already names a known allocator, that one is used, with its own settings. Otherwise the result of
-    `find_recycling_allocator` is preloaded; for jemalloc and mimalloc, purging is turned off unless MALLOC_CONF or
-    MIMALLOC_PURGE_DELAY is set. With either allocator, THP_MEM_ALLOC_ENABLE=1 is set unless the variable has a value:
-    torch then asks the kernel for huge pages for tensors of 2 MiB and more. Direct I/O pins memory page by page, so
-    huge pages make it faster.
+    `find_recycling_allocator` is preloaded; jemalloc and mimalloc then purge only if `release_free_memory` asks them
+    to, unless MALLOC_CONF or MIMALLOC_PURGE_DELAY is set. With either allocator, THP_MEM_ALLOC_ENABLE=1 is set unless
+    the variable has a value: torch then asks the kernel for huge pages for tensors of 2 MiB and more. Direct I/O pins
+    memory page by page, so huge pages make it faster.
 
     Parameters
     ----------
@@ -223,7 +229,7 @@ def preload_environment(environment: Mapping[str, str] | None = None) -> dict[st
     if library is None:
         return child
     child["LD_PRELOAD"] = f"{library}:{preloaded}" if preloaded else str(library)
-    for name, (variable, value) in _NEVER_PURGE.items():
+    for name, (variable, value) in _PURGE_WHEN_ASKED.items():
         if name in library.name:
             child.setdefault(variable, value)
     return child
