@@ -43,7 +43,7 @@ _KNOWN = ("tcmalloc", "jemalloc", "mimalloc")
 _SONAMES = ("libtcmalloc_minimal.so.4", "libtcmalloc.so.4", "libjemalloc.so.2")
 _WHEEL, _WHEEL_LIBRARY = "cmeel-mimalloc", "libmimalloc.so"
 # Settings with which free memory is returned to the system ("purged") only by `release_free_memory`, because purging
-# causes page faults in every step. With a delay of -1, mimalloc would not purge then either; this one is 11 days, in ms.
+# causes page faults in every step. With a delay of -1, mimalloc would not purge even then; this one is 11 days, in ms.
 _PURGE_WHEN_ASKED = {
     "jemalloc": ("MALLOC_CONF", "dirty_decay_ms:-1,muzzy_decay_ms:-1"),
     "mimalloc": ("MIMALLOC_PURGE_DELAY", "1000000000"),
