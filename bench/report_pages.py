@@ -65,8 +65,8 @@ saved tensor, compared with a step without hooks; small negative times are noise
 ABOUT = """Memory and step time of training with `offload`, beside training without it (*plain*) and beside other ways
 to save memory. A factor is relative to plain training: 0.50 × memory is half of its memory, 1.05 × time is a step
 that takes 5 % longer. The ways are explained [below](#the-ways)."""
-WAYS = """* *offload, default*: `offload.enable(model)`. It aims at steps at most 5 % slower. Time and memory are of
-  steps after the search; the search tries plans that need more ([*all steps*](benchmarks/networks.md)). Where step
+WAYS = """* *offload, default*: `offload.enable(model)`. It aims at steps at most 5 % slower. Time and memory are those
+  of steps after the search; the search tries plans that need more ([*all steps*](benchmarks/networks.md)). Where step
   times vary, it [saves less](benchmarks/targets.md#is-the-default-max_slowdown-kept-amd-epyc).
 * *offload, max_slowdown 25 %*: `offload.enable(model, max_slowdown=0.25)`.
 * *offload, least memory*: the smallest `memory_limit` for which there is a plan. The limit counts tensors, the tables

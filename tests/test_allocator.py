@@ -195,7 +195,7 @@ def test_free_memory_goes_back_to_the_system(name: str, monkeypatch: pytest.Monk
     if name != "glibc":
         monkeypatch.setattr(allocator, "_SONAMES", [each for each in allocator._SONAMES if name in each])
         library = allocator.find_recycling_allocator()
-        if library is None or name not in library.name:
+        if name != "mimalloc" and (library is None or name not in library.name):  # pip has installed mimalloc
             pytest.skip(f"{name} is not installed")
         environment = allocator.preload_environment(environment)
     command = [sys.executable, "-c", FREED]
