@@ -217,8 +217,7 @@ class PlanController:
             state.enter(Phase.PLANNING, "an optimizer has made its first update")
         elif state.phase is Phase.TRIAL:
             if planned.trial is None:
-                has_proven = planned.recipes is not None and planned.recipes.recompute
-                state.enter(Phase.PLANNING if has_proven else Phase.MEASURING, "the trial step is over")
+                state.enter(Phase.PLANNING, "the trial step is over")
         elif self._promise.needs_plan(planned):
             state.enter(Phase.PLANNING, "measured steps differ from the plan")
         elif self._promise.is_open(planned):

@@ -30,6 +30,11 @@ from offload.runtime.executor import Measured
 __all__ = ["PlanSearch"]
 
 
+def medians(rows: Iterable[Sequence[float]]) -> list[float]:
+    """Return the median of each column."""
+    return [median(column) for column in zip(*rows, strict=True)]
+
+
 @dataclass
 class PlanSearch:
     """A search for the plan of least memory that keeps `max_slowdown`, for one signature.
@@ -43,6 +48,8 @@ class PlanSearch:
     references
         The last reference steps of the present plan. Those of earlier plans do not count: other programs were less busy
         or busier then. Also, the first steps of a training are slower than later ones.
+    waits
+        The nodes before which these reference steps wait for copies; empty if they keep every tensor.
     begun
         Number of reference steps started for the present plan, counted from its first step or from the last restart of
         its measurement.
@@ -73,6 +80,7 @@ class PlanSearch:
 
     limits: Limits
     references: deque[StepCost] = field(init=False)
+    waits: frozenset[int] = frozenset()
     begun: int = 0
     reference_node_seconds: list[float] | None = None
     repeats: int = 0
@@ -122,7 +130,17 @@ class PlanSearch:
         Other programs are often busy for less than a step: in each step they slow a few nodes, in the next step other
         ones. So they lengthen every step, but hardly change the median of a node.
         """
-        return [median(column) for column in zip(*map(self._nodes, costs), strict=True)]
+        return medians(map(self._nodes, costs))
+
+    def _without_waits(self, reference: Sequence[float], planned: Sequence[float]) -> list[float]:
+        """Return the node durations without swapping: those of reference steps, without the effect of their waits.
+
+        For the `nodes_after_wait` nodes after each wait, it is the shorter one of their durations in reference steps
+        and in the plan's steps.
+        """
+        slowed = {node + more for node in self.waits for more in range(self.limits.nodes_after_wait)}
+        pairs = enumerate(zip(reference, planned, strict=True))
+        return [min(pair) if node in slowed else pair[0] for node, pair in pairs]
 
     def _nodes(self, cost: StepCost) -> list[float]:
         computed = cost.computed
@@ -277,7 +295,7 @@ class PlanSearch:
         count = min(len(steps), len(self.references))
         if count < self.limits.measurements_before_judging:
             return None
-        compute = sum(self._median_nodes(self.references))
+        compute = sum(self._without_waits(self._median_nodes(self.references), self._median_nodes(steps)))
         taken = sum(self._median_nodes(steps)) + median(self._step(cost) - self._computed(cost) for cost in steps)
         explained = plan.step_seconds - plan.compute_seconds + len(plan.swaps) * plan.link.swap_seconds
         explained -= assumed_seconds(plan, self.recompute_byte_seconds)
@@ -306,9 +324,8 @@ class PlanSearch:
         if any(each.recomputed_bytes for each in self.tried):
             self.recompute_byte_seconds = found.recompute_byte_seconds
         self.steps += 2 * count
-        self.reference_node_seconds = [
-            median(column) for column in zip(*(cost.nodes for cost in self.references), strict=True)
-        ]
+        elapsed = (medians(cost.nodes for cost in costs) for costs in (self.references, steps))
+        self.reference_node_seconds = self._without_waits(*elapsed)
         return own.slowdown
 
     def _deviation(self, steps: Sequence[StepCost]) -> float:

@@ -268,6 +268,7 @@ class PlannedStep:
                 self.reference = planned_schedule(order, make_plan(plan.trace, plan.link, ()), members)
             else:
                 self.reference = serial_schedule(order, plan, members)
+            self.search.waits = self.reference.waits
         return self.reference
 
     def exceeds(self, limit_bytes: int, held: HeldBytes) -> bool:
@@ -290,8 +291,10 @@ class PlannedStep:
             self.plan = replace(self.plan, refusals=self.recipes.refusals)
         measured = trial.measured()
         if measured is not None:
-            row = StepRecord(False, None, measured.step_seconds, measured.stall_seconds, is_trial=True)
-            counts.steps_measured.append(row)
+            seconds = measured.step_seconds, measured.stall_seconds
+            counts.steps_measured.append(StepRecord(False, None, *seconds, is_trial=True))
+            if trial.is_as_recorded:
+                self.profile = self.profile.with_shorter_nodes(measured.node_seconds)
 
     def read_measurements(self, counts: Counts) -> None:
         """Read the measurements of steps that the device has finished, and record these steps in `counts`."""

@@ -58,24 +58,36 @@ MakeTrial = Callable[[Engine, StepOrder, Sequence[int], int], TrialObserver | st
 
 
 class TimedTrial(RecipeTrial):
-    """A trial step that is timed as a whole."""
+    """A trial step whose nodes are timed."""
 
     def __init__(self, engine: Engine, order: StepOrder, base_bytes: Sequence[int], limit_bytes: int) -> None:
         super().__init__(engine, order, base_bytes, limit_bytes)
         self._stopwatch = Stopwatch(engine)
+        self._node_count = order.node_count
+        self._node_after_pack = order.node_after_pack
+        self._node_of_use: dict[int, int] = {}
+        for node, pack_index in order.uses:
+            self._node_of_use.setdefault(pack_index, node)
+        self._node = 0
+
+    def watches(self, pack_index: int) -> bool:
+        """Return True: a node of backward may begin with a kept tensor."""
+        return True
 
     def begin(self) -> None:
         """Start the time of a hook."""
         self._stopwatch.begin()
 
     def packed(self, pack_index: int) -> None:
-        """End the time of the hook of this pack."""
+        """End the time of the hook of this pack. The node after it begins, as in the recorded step."""
+        self._arrive(self._node_after_pack.get(pack_index, 0))
         self._stopwatch.end(None)
 
     def unpacking(self, pack_index: int) -> None:
         """Start the time of the hook in which backward asks for the tensor of this pack."""
         self._stopwatch.begin()
         self._stopwatch.listen_for_the_end()
+        self._arrive(self._node_of_use.get(pack_index, 0))
 
     def unpacked(self, pack_index: int) -> None:
         """End the time of the hook: the tensor of this pack is on the device."""
@@ -83,7 +95,12 @@ class TimedTrial(RecipeTrial):
 
     def measured(self) -> Measured | None:
         """Return the measured durations of the step; None if it has not ended."""
-        return self._stopwatch.measured(1)
+        return self._stopwatch.measured(self._node_count)
+
+    def _arrive(self, node: int) -> None:
+        if node > self._node:
+            self._node = node
+            self._stopwatch.arrive(node)
 
 
 def make_trial(engine: Engine, order: StepOrder, base_bytes: Sequence[int], limit_bytes: int) -> TrialObserver | str:

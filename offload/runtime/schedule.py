@@ -102,6 +102,13 @@ class Schedule:
         return table
 
     @property
+    def waits(self) -> frozenset[int]:
+        """The nodes before which a reference step with copies waits for them; empty for other schedules."""
+        if not self.is_serial:
+            return frozenset()
+        return frozenset({node for node, _ in self.releases} | {node for node, *_ in self.prefetches})
+
+    @property
     def for_smaller_steps(self) -> Schedule:
         """This schedule for steps with smaller inputs.
 
