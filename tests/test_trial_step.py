@@ -1,5 +1,7 @@
 """The trial step: when it runs, what the next plan makes of it, and what a user is told; its recipes are given here."""
 
+import time
+
 import pytest
 import torch
 from torch import nn
@@ -7,8 +9,11 @@ from torch import nn
 import offload
 from offload.control.trial import TimedTrial, recipes_of
 from offload.plan import Link
-from offload.plan.trace import Recompute
+from offload.plan.trace import Node, Recompute, Trace
+from offload.profiling.model_state import HeldBytes
+from offload.profiling.profiler import Profile
 from offload.recomputation.measured import MeasuredRecipe
+from offload.runtime.schedule import StepOrder
 
 FAST, SLOW = Link(1e12, 1e12, 0.0), Link(50e6, 50e6, 0.0)
 SMALLEST = "4KiB"
@@ -153,6 +158,68 @@ def test_memory_within_a_slowdown_is_lower_with_recipes(trials, tmp_path):
             peaks[recompute] = handle.plan.peak_bytes
     assert peaks["auto"] < peaks[False]
     assert len(trials) == 1
+
+
+class Delay(nn.Module):
+    """Returns its input; takes `seconds` in forward and in backward if this is the first step."""
+
+    def __init__(self, seconds):
+        super().__init__()
+        self.seconds, self.steps = seconds, 0
+
+    def forward(self, x):
+        self.steps += 1
+        seconds = self.seconds if self.steps == 1 else 0.0
+        time.sleep(seconds)
+        y = x.exp()
+        y.register_hook(lambda gradient: time.sleep(seconds))
+        return y
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_what_took_long_in_the_first_step_only_is_not_planned_with(trials, tmp_path, refused):
+    """Also if no tensor can be recomputed."""
+    layers = [*make()]
+    model = nn.Sequential(*layers[:6], Delay(0.3), *layers[6:])
+    trials.about = {"refused": dict.fromkeys(range(100), "its bytes came out differently")} if refused else {}
+    with offload.enable(model, max_slowdown=0.0, min_tensor_bytes=SMALLEST, spill_dir=tmp_path) as handle:
+        train(model, 1)
+        profiled = handle._controller.latest().profile.trace.nodes
+        train(model, 2)
+        assert len(trials) == 1
+        planned = handle.plan.trace.nodes
+        measured = trials[0].measured().node_seconds
+    assert sum(node.seconds for node in profiled) > 0.6 > 0.3 > sum(node.seconds for node in planned)
+    assert all(node.seconds > 0 for node in planned)
+    assert all(measured), "every node of the trial step has begun"
+    assert all(new.seconds <= old.seconds for new, old in zip(planned, profiled, strict=True))
+
+
+def test_a_plan_of_least_memory_is_tried_too(trials, tmp_path):
+    """Its steps may take longer than `max_slowdown` allows, and then other plans follow."""
+    model = make()
+    with offload.enable(model, max_slowdown=1e9, min_tensor_bytes=SMALLEST, spill_dir=tmp_path) as handle:
+        train(model, 3)
+        assert len(trials) == 1
+        assert handle.report().trial_steps == 1
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+def test_the_plan_after_the_trial_assumes_the_speed_of_the_copies_so_far(trials, tmp_path, monkeypatch, sampled):
+    """If they have taken long enough."""
+    monkeypatch.setattr("offload.control.own_copies._SAMPLE_SECONDS", 0.0 if sampled else 1e9)
+    model = make()
+    with offload.enable(model, max_slowdown=1.0, min_tensor_bytes=SMALLEST, spill_dir=tmp_path) as handle:
+        train(model, 3)
+        link = handle.plan.link
+    assert (link.out_bandwidth != SLOW.out_bandwidth, link.in_bandwidth != SLOW.in_bandwidth) == (sampled, sampled)
+
+
+def test_a_node_that_did_not_begin_takes_as_long_as_in_the_recorded_step():
+    nodes = tuple(Node(name, seconds, False) for name, seconds in (("a", 1.0), ("b", 2.0), ("c", 3.0)))
+    profile = Profile(StepOrder(), Trace(nodes, (0,) * 3, ()), {}, (0,) * 3, HeldBytes(0, 0), knows_temporaries=True)
+    shorter = profile.with_shorter_nodes([2.0, 1.0, 0.0]).trace.nodes
+    assert [node.seconds for node in shorter] == [1.0, 1.0, 3.0]
 
 
 def test_the_reason_is_told_where_no_trial_can_run(trials, tmp_path):

@@ -217,6 +217,7 @@ class PlanController:
             state.enter(Phase.PLANNING, "an optimizer has made its first update")
         elif state.phase is Phase.TRIAL:
             if planned.trial is None:
+                planned.link = self._promise.own_link(planned.link)
                 state.enter(Phase.PLANNING, "the trial step is over")
         elif self._promise.needs_plan(planned):
             state.enter(Phase.PLANNING, "measured steps differ from the plan")

@@ -158,11 +158,10 @@ class SlowdownPromise:
         reason, and counts the new plan in `planned.replans`. If an ended search starts again, this count is set to 0
         instead. After the search, a rejected plan may be followed, to measure it again.
         """
-        self._copies.read()
+        link = self.own_link(planned.link)
         if not planned.is_measured:
             return False
         forget_disturbed()
-        link = self._copies.link(planned.link)
         if planned.swap_seconds:
             link = replace(link, swap_seconds=median(planned.swap_seconds))
         if self._remeasure(planned):
@@ -177,6 +176,11 @@ class SlowdownPromise:
             planned.link = link
             log.info("planning again (%d of at most %d): %s", planned.replans, self._limits.replans, "; ".join(reasons))
         return bool(reasons)
+
+    def own_link(self, known: Link) -> Link:
+        """Return `known` with the bandwidth of this engine's copies, in each direction with long enough copies."""
+        self._copies.read()
+        return self._copies.link(known)
 
     def _is_best(self, planned: PlannedStep) -> bool:
         """Return whether `memory_limit` is the only goal, and the plan keeps it without moving anything."""

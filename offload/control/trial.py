@@ -177,12 +177,16 @@ class Recipes:
 
 
 def is_worth_a_trial(plan: Plan, options: Options, limits: Limits) -> bool:
-    """Return whether recomputation could improve a swap-only plan: its step time, or its memory (`max_slowdown`)."""
+    """Return whether recomputation could improve a swap-only plan.
+
+    With `max_slowdown`, it could whenever the plan saves memory: the durations of the recorded step are too long, so a
+    plan that seems to keep `max_slowdown` may not, and plans of other peaks follow.
+    """
     if options.recompute is None or options.n_tensors is not None or not plan.trace.tensors:
         return False
     if options.max_slowdown is None:
         return plan.expected_seconds > (1 + limits.noise) * plan.compute_seconds
-    return plan.peak_bytes > (1 + limits.noise) * least_feasible_limit(plan.trace)
+    return bool(plan.swaps) or plan.peak_bytes > (1 + limits.noise) * least_feasible_limit(plan.trace)
 
 
 def recipes_of(trial: TrialObserver, members: Mapping[int, Sequence[int]], *, cheap: bool) -> Recipes:
