@@ -213,7 +213,7 @@ def _trial_bytes(args: argparse.Namespace, step: RecordedStep) -> int | None:
     if args.memory_limit is not None and args.max_slowdown is None:
         could_improve = plan.expected_seconds > (1 + _NOISE) * plan.compute_seconds
     else:
-        could_improve = plan.peak_bytes > (1 + _NOISE) * least_feasible_limit(trace)
+        could_improve = bool(plan.swaps) or plan.peak_bytes > (1 + _NOISE) * least_feasible_limit(trace)
     return (args.memory_limit or plan.peak_bytes) if could_improve else None
 
 

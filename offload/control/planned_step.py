@@ -97,7 +97,7 @@ class PlannedStep:
     trial
         The observer of the trial step that is in progress; None if there is none.
     recipes
-        How tensors can be recomputed, as found by the trial step; None before its end.
+        How tensors can be recomputed, by the trial step; None before its end.
     optimizers
         Number of optimizers that had made an update at the last plan or the last call of `StatePlanner.is_outdated`. If
         it grows, the plan may lack optimizer state.
@@ -293,8 +293,7 @@ class PlannedStep:
         if measured is not None:
             seconds = measured.step_seconds, measured.stall_seconds
             counts.steps_measured.append(StepRecord(False, None, *seconds, is_trial=True))
-            if trial.is_as_recorded:
-                self.profile = self.profile.with_shorter_nodes(measured.node_seconds)
+            self.profile = self.profile.with_shorter_nodes(measured.node_seconds)
 
     def read_measurements(self, counts: Counts) -> None:
         """Read the measurements of steps that the device has finished, and record these steps in `counts`."""
