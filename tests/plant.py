@@ -159,6 +159,7 @@ def run(
     steps: int,
     then: Callable[[int], None] | None = None,
     limits: Limits = LIMITS,
+    free_bytes: int = 1 << 60,
     **options: Any,
 ) -> tuple[PlannedStep, Phase]:
     """Let a controller run steps on the plant.
@@ -175,6 +176,8 @@ def run(
         Called before each step, with its number.
     limits
         Of the controller.
+    free_bytes
+        Free memory; with enough of it, reference steps of a plan that saves little keep every tensor.
     options
         As `offload.enable` takes them.
     """
@@ -197,6 +200,7 @@ def run(
         mock.patch.object(Executor, "plant", plant, create=True),
         mock.patch.multiple(controlling, **executors),
         mock.patch.object(promise, "Stopwatch", mock.Mock()),
+        mock.patch.object(promise, "free_bytes", return_value=free_bytes),
     ):
         for number in range(steps):
             if then is not None:

@@ -93,6 +93,18 @@ def test_noise_breaks_no_promise(seed):
     assert planned.replans <= LIMITS.replans
 
 
+def test_after_the_search_a_plan_is_compared_with_new_reference_steps_on_the_cpu():
+    """Also if it was judged by reference steps that kept every tensor: other programs may have become busy since."""
+    plant, profiled, calibrated = machine(0)
+    profiled = kept_bytes_added(plant, profiled, 4)
+    limits = replace(LIMITS, worth_hooks=0.0, worth_bytes=1)
+    planned, _ = machines.run(plant, profiled, calibrated, 70, max_slowdown=0.05, limits=limits)
+    assert planned.search.is_settled
+    assert planned.plan.swaps
+    assert planned.search.judged(planned.plan).keeps_all
+    assert [number for number, (is_serial, _) in enumerate(plant.steps) if is_serial] == [63]
+
+
 def test_where_no_plan_keeps_it_nothing_is_swapped_and_hooks_come_off():
     plant, profiled, calibrated = machine(1)
     plant.link = replace(plant.link, swap_seconds=0.2 * plant.compute_seconds)

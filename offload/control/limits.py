@@ -56,9 +56,6 @@ class Limits:
         steps alone, which for few steps is often small by chance. For a later plan, at least half of the median
         deviation of all plans is assumed (`standard_error`). A plan that is wrongly rejected costs memory, but does
         not break the promise.
-    nodes_after_wait
-        In a reference step with copies, this many nodes after each wait take longer: caches are cold and threads
-        asleep. Such a node is assumed to take as long as in the plan's steps, if that is shorter.
     judged_steps, standard_errors
         The slowdown of a plan has a margin of error: `standard_errors` times its standard error. With `max_slowdown`,
         the steps of a plan and its reference steps are measured until slowdown and `max_slowdown` differ by more than
@@ -163,7 +160,6 @@ class Limits:
     measurements_before_judging: int = 3
     measurements_before_keeping: int = 5
     margins_before_keeping: float = 6.0
-    nodes_after_wait: int = 3
     judged_steps: int = 8
     standard_errors: float = 1.0
     cost_spread: float = 1.0

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from math import nan
 from statistics import median
 
@@ -28,11 +29,6 @@ from offload.plan import Link, Plan
 from offload.runtime.executor import Measured
 
 __all__ = ["PlanSearch"]
-
-
-def medians(rows: Iterable[Sequence[float]]) -> list[float]:
-    """Return the median of each column."""
-    return [median(column) for column in zip(*rows, strict=True)]
 
 
 @dataclass
@@ -130,17 +126,18 @@ class PlanSearch:
         Other programs are often busy for less than a step: in each step they slow a few nodes, in the next step other
         ones. So they lengthen every step, but hardly change the median of a node.
         """
-        return medians(map(self._nodes, costs))
+        return _medians(map(self._nodes, costs))
 
     def _without_waits(self, reference: Sequence[float], planned: Sequence[float]) -> list[float]:
         """Return the node durations without swapping: those of reference steps, without the effect of their waits.
 
-        For the `nodes_after_wait` nodes after each wait, it is the shorter one of their durations in reference steps
-        and in the plan's steps.
+        After a wait, caches are cold and threads asleep. So for the first half of the nodes from a wait to the next
+        one, it is the shorter one of their durations in reference steps and in the plan's steps.
         """
-        slowed = {node + more for node in self.waits for more in range(self.limits.nodes_after_wait)}
-        pairs = enumerate(zip(reference, planned, strict=True))
-        return [min(pair) if node in slowed else pair[0] for node, pair in pairs]
+        count = len(reference)
+        waits = pairwise([*sorted(self.waits), count])
+        slowed = {node for wait, end in waits for node in range(wait, (wait + end + 1) // 2)}
+        return [min(reference[node], planned[node]) if node in slowed else reference[node] for node in range(count)]
 
     def _nodes(self, cost: StepCost) -> list[float]:
         computed = cost.computed
@@ -158,8 +155,8 @@ class PlanSearch:
     def compare_with_search(self, plan: Plan | None, steps: Sequence[StepCost]) -> bool:
         """After the search, compare the last `steps` of the plan with the reference steps of the search.
 
-        Does nothing and returns False, unless the plan was judged by reference steps that kept every tensor, on an
-        accelerator. After a search, new reference steps wait for copies, and a device that has paused computes faster
+        For an accelerator. Does nothing and returns False, unless the plan was judged by reference steps that kept
+        every tensor. After a search, new reference steps wait for copies, and a device that has paused computes faster
         for a while: they cannot be compared with those of the search.
         """
         judged = self.judged(plan)
@@ -290,7 +287,7 @@ class PlanSearch:
             has not been judged before. After `judged_steps` steps of each kind, the plan is judged in any case. If it
             has been judged before, by reference steps of the same kind, both measurements count.
         keeps_all
-            Whether the device is an accelerator, and the reference steps keep every tensor.
+            Whether the reference steps keep every tensor.
         """
         count = min(len(steps), len(self.references))
         if count < self.limits.measurements_before_judging:
@@ -324,7 +321,7 @@ class PlanSearch:
         if any(each.recomputed_bytes for each in self.tried):
             self.recompute_byte_seconds = found.recompute_byte_seconds
         self.steps += 2 * count
-        elapsed = (medians(cost.nodes for cost in costs) for costs in (self.references, steps))
+        elapsed = (_medians(cost.nodes for cost in costs) for costs in (self.references, steps))
         self.reference_node_seconds = self._without_waits(*elapsed)
         return own.slowdown
 
@@ -396,3 +393,7 @@ class PlanSearch:
         """Return the plan of least memory among those that kept the promise; None if none did."""
         kept = [each for each in self.tried if each.slowdown_max <= max_slowdown]
         return min(kept, key=lambda each: each.plan.peak_bytes).plan if kept else None
+
+
+def _medians(rows: Iterable[Sequence[float]]) -> list[float]:
+    return [median(column) for column in zip(*rows, strict=True)]

@@ -289,8 +289,7 @@ class PlannedStep:
         self.trial, self.recipes = None, recipes_of(trial, self.profile.members, cheap=cheap)
         if self.plan is not None:
             self.plan = replace(self.plan, refusals=self.recipes.refusals)
-        measured = trial.measured()
-        if measured is not None:
+        if (measured := trial.measured()) is not None:
             seconds = measured.step_seconds, measured.stall_seconds
             counts.steps_measured.append(StepRecord(False, None, *seconds, is_trial=True))
             self.profile = self.profile.with_shorter_nodes(measured.node_seconds)

@@ -198,7 +198,7 @@ class SlowdownPromise:
             if not search.watch.is_due(planned.steps, allowed):
                 return False
             search.watch.begin()
-            return not search.compare_with_search(planned.plan, planned.costs)
+            return self._on_cpu or not search.compare_with_search(planned.plan, planned.costs)
         if not search.is_due(planned.plan_steps):
             return False
         kept = planned.reference if planned.reference is not None and not planned.reference.is_serial else None
@@ -226,7 +226,7 @@ class SlowdownPromise:
         if search.are_disturbed(planned.costs) and search.repeats < self._limits.repeats:
             planned.measure_again()
             return False
-        keeps_all = not self._on_cpu and planned.reference is not None and not planned.reference.is_serial
+        keeps_all = planned.reference is not None and not planned.reference.is_serial
         if search.judge(plan, planned.costs, allowed, keeps_all=keeps_all) is None:
             return False
         reason = search.reason_to_move(allowed, least_feasible_limit(plan.trace))

@@ -41,7 +41,7 @@ class TriedPlan:
     error
         Margin of error of `slowdown`: `Limits.standard_errors` times its standard error.
     keeps_all
-        Whether the reference steps kept every tensor. False on the CPU.
+        Whether the reference steps kept every tensor.
     """
 
     plan: Plan

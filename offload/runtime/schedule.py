@@ -103,9 +103,7 @@ class Schedule:
 
     @property
     def waits(self) -> frozenset[int]:
-        """The nodes before which a reference step with copies waits for them; empty for other schedules."""
-        if not self.is_serial:
-            return frozenset()
+        """Nodes with a release or a prefetch. Before each of them, a reference step with copies waits for copies."""
         return frozenset({node for node, _ in self.releases} | {node for node, *_ in self.prefetches})
 
     @property
