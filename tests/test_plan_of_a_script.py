@@ -86,6 +86,12 @@ def test_plan_of_a_script_tries_recipes_with_the_default_slowdown(tmp_path):
     assert "step 2" not in printed
 
 
+def test_plan_of_a_script_tries_recipes_where_the_swap_plan_needs_the_least_memory(tmp_path):
+    text = WITH_RECIPES.format(steps=5, options="")
+    _, printed = plan_of(tmp_path / "train.py", text, "--max-slowdown", "1000000000.0")
+    assert "step 1" in printed
+
+
 @pytest.mark.long
 def test_plan_of_a_script_of_two_steps_reads_the_trial_at_the_end(tmp_path):
     about, _ = plan_of(tmp_path / "train.py", WITH_RECIPES.format(steps=2, options=""), *WITHIN)

@@ -24,10 +24,10 @@ def planned():
     return planned
 
 
-def promise(plan_state=None):
-    defaults = dict.fromkeys(("memory_limit", "n_tensors", "lookahead_nodes"))
+def promise(plan_state=None, device="cpu", memory_limit=None):
+    defaults = {**dict.fromkeys(("n_tensors", "lookahead_nodes")), "memory_limit": memory_limit}
     options = Options(**defaults, max_slowdown=0.05, min_tensor_bytes=1, exclude=(), host_limit=0, spill_dir="")
-    engine = mock.Mock(**{"device.type": "cpu"})
+    engine = mock.Mock(**{"device.type": device})
     return SlowdownPromise(options, LIMITS, engine, mock.Mock(), plan_state)
 
 
@@ -40,6 +40,15 @@ def test_a_device_that_is_behind_gets_no_reference_steps(planned):
     assert (planned.plan_steps, planned.search.begun) == before
     planned.executors.popleft()
     assert promise().begin_reference(planned, Counts())
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_only_the_cpu_computes_more_slowly_after_a_wait(planned, device):
+    planned.reference = None
+    schedule = promise(device=device, memory_limit=1 << 60).reference_schedule(planned)
+    assert schedule.is_serial
+    assert planned.search.waits == (schedule.waits if device == "cpu" else frozenset())
+    assert schedule.waits == {node for node, _ in schedule.releases} | {node for node, *_ in schedule.prefetches}
 
 
 def test_a_step_without_a_backward_pass_is_forgotten_first(planned):

@@ -1,88 +1,18 @@
 """The trial step: when it runs, what the next plan makes of it, and what a user is told; its recipes are given here."""
 
-import time
-
 import pytest
 import torch
-from torch import nn
+from trial_rig import FAST, SMALLEST, begun_trials, make, train
 
 import offload
-from offload.control.trial import TimedTrial, recipes_of
-from offload.plan import Link
-from offload.plan.trace import Node, Recompute, Trace
-from offload.profiling.model_state import HeldBytes
-from offload.profiling.profiler import Profile
+from offload.control.trial import recipes_of
+from offload.plan.trace import Recompute
 from offload.recomputation.measured import MeasuredRecipe
-from offload.runtime.schedule import StepOrder
-
-FAST, SLOW = Link(1e12, 1e12, 0.0), Link(50e6, 50e6, 0.0)
-SMALLEST = "4KiB"
-
-
-class KnownTrial(TimedTrial):
-    """Stands in for a trial: claims a recipe for every entry but some."""
-
-    def __init__(
-        self, engine, order, base_bytes, limit_bytes,
-        seconds=1e-6, heavy=(), refused=None, differs=False, unpack_seconds=0.0,
-    ):  # fmt: skip
-        super().__init__(engine, order, base_bytes, limit_bytes)
-        self.unpack_seconds = unpack_seconds
-        self.order, self.limit_bytes = order, limit_bytes
-        self.seconds, self.heavy, self.refused, self.differs = seconds, heavy, refused or {}, differs
-
-    def unpacking(self, pack_index):
-        super().unpacking(pack_index)
-        time.sleep(self.unpack_seconds)
-
-    @property
-    def is_as_recorded(self):
-        return not self.differs and super().is_as_recorded
-
-    def recipes(self):
-        return {
-            index: MeasuredRecipe(self.seconds, frozenset(), ("aten.gelu",), index in self.heavy)
-            for index in self.order.entries
-            if index not in self.refused
-        }
-
-    def refusals(self):
-        return self.refused
 
 
 @pytest.fixture
 def trials(monkeypatch):
-    """The trials that have begun; `trials.about` is what the next ones are given."""
-    begun = Begun()
-    monkeypatch.setattr("offload.handle.make_trial", begun.make)
-    monkeypatch.setattr("offload.handle.measure_link", lambda *_: begun.link)
-    return begun
-
-
-class Begun(list):
-    def __init__(self):
-        self.about, self.link, self.answer = {}, SLOW, None
-
-    def make(self, engine, order, base_bytes, limit_bytes):
-        if self.answer is not None:
-            return self.answer
-        self.append(KnownTrial(engine, order, base_bytes, limit_bytes, **self.about))
-        return self[-1]
-
-
-def make():
-    torch.manual_seed(0)
-    return nn.Sequential(*[layer for _ in range(6) for layer in (nn.Linear(64, 64), nn.GELU())])
-
-
-def train(model, steps, rows=512):
-    results = []
-    for number in range(steps):
-        x = torch.randn(rows, 64, generator=torch.Generator().manual_seed(number))
-        model.zero_grad()
-        model(x).square().mean().backward()
-        results += [parameter.grad.clone() for parameter in model.parameters()]
-    return results
+    return begun_trials(monkeypatch)
 
 
 def peak_of_plain_steps():
@@ -168,41 +98,6 @@ def test_memory_within_a_slowdown_is_lower_with_recipes(trials, tmp_path):
     assert len(trials) == 1
 
 
-class Delay(nn.Module):
-    """Returns its input; takes `seconds` in forward and in backward if this is the first step."""
-
-    def __init__(self, seconds):
-        super().__init__()
-        self.seconds, self.steps = seconds, 0
-
-    def forward(self, x):
-        self.steps += 1
-        seconds = self.seconds if self.steps == 1 else 0.0
-        time.sleep(seconds)
-        y = x.exp()
-        y.register_hook(lambda gradient: time.sleep(seconds))
-        return y + x.mean(0).exp()  # what the second `exp` saves is too small to be swapped
-
-
-@pytest.mark.parametrize("refused", [False, True])
-def test_what_took_long_in_the_first_step_only_is_not_planned_with(trials, tmp_path, refused):
-    """Also if no tensor can be recomputed."""
-    layers = [*make()]
-    model = nn.Sequential(*layers[:6], Delay(0.3), *layers[6:])
-    trials.about = {"refused": dict.fromkeys(range(100), "its bytes came out differently")} if refused else {}
-    with offload.enable(model, max_slowdown=0.0, min_tensor_bytes=SMALLEST, spill_dir=tmp_path) as handle:
-        train(model, 1)
-        profiled = handle._controller.latest().profile.trace.nodes
-        train(model, 2)
-        assert len(trials) == 1
-        planned = handle.plan.trace.nodes
-        measured = trials[0].measured().node_seconds
-    assert sum(node.seconds for node in profiled) > 0.6 > 0.3 > sum(node.seconds for node in planned)
-    assert all(node.seconds > 0 for node in planned)
-    assert all(measured), "every node of the trial step has begun"
-    assert all(new.seconds <= old.seconds for new, old in zip(planned, profiled, strict=True))
-
-
 def test_a_plan_of_least_memory_is_tried_too(trials, tmp_path):
     """Its steps may take longer than `max_slowdown` allows, and then other plans follow."""
     model = make()
@@ -210,34 +105,6 @@ def test_a_plan_of_least_memory_is_tried_too(trials, tmp_path):
         train(model, 3)
         assert len(trials) == 1
         assert handle.report().trial_steps == 1
-
-
-@pytest.mark.parametrize("sampled", [False, True])
-def test_the_plan_after_the_trial_assumes_the_speed_of_the_copies_so_far(trials, tmp_path, monkeypatch, sampled):
-    """If they have taken long enough."""
-    monkeypatch.setattr("offload.control.own_copies._SAMPLE_SECONDS", 0.0 if sampled else 1e9)
-    model = make()
-    with offload.enable(model, max_slowdown=1.0, min_tensor_bytes=SMALLEST, spill_dir=tmp_path) as handle:
-        train(model, 3)
-        link = handle.plan.link
-    assert (link.out_bandwidth != SLOW.out_bandwidth, link.in_bandwidth != SLOW.in_bandwidth) == (sampled, sampled)
-
-
-def test_a_node_of_several_unpacks_lasts_without_their_hooks(trials, tmp_path):
-    trials.about = {"unpack_seconds": 0.01}
-    model = make()
-    with offload.enable(model, max_slowdown=0.0, min_tensor_bytes=SMALLEST, spill_dir=tmp_path) as handle:
-        train(model, 2)
-        order, measured = handle._controller.latest().profile.order, trials[0].measured()
-    assert len(order.uses) > len(order.backward_nodes)
-    assert measured.stall_seconds >= 0.01 * len(order.uses)
-
-
-def test_a_node_that_did_not_begin_takes_as_long_as_in_the_recorded_step():
-    nodes = tuple(Node(name, seconds, False) for name, seconds in (("a", 1.0), ("b", 2.0), ("c", 3.0)))
-    profile = Profile(StepOrder(), Trace(nodes, (0,) * 3, ()), {}, (0,) * 3, HeldBytes(0, 0), knows_temporaries=True)
-    shorter = profile.with_shorter_nodes([2.0, 1.0, 0.0]).trace.nodes
-    assert [node.seconds for node in shorter] == [1.0, 1.0, 3.0]
 
 
 def test_the_reason_is_told_where_no_trial_can_run(trials, tmp_path):

@@ -47,7 +47,7 @@ HELP = "plan what to swap in a recorded step"
 DEFAULT_SLOWDOWN = 0.05
 _SLOWDOWNS = (0.05, 0.10, 0.25)
 _LINK = ("out_bandwidth", "in_bandwidth", "latency")
-_NOISE = 0.01  # relative gain in time or memory; for a smaller one there is no trial step
+_NOISE = 0.01  # relative gain in time or memory; one that is smaller needs no trial step
 _INFEASIBLE = 3
 _REFUSED = 2
 

@@ -205,7 +205,8 @@ class PlanController:
         has_news = bool(planned.executors) or planned.is_unjudged or is_outdated or not is_steady
         if has_news:
             planned.read_measurements(self._counts)
-            planned.read_trial(self._counts, cheap=self._options.recompute == "cheap")
+            if planned.read_trial(self._counts, cheap=self._options.recompute == "cheap"):
+                planned.link = self._promise.own_link(planned.link)
             planned.is_unjudged = False
         if planned.plan is None:
             state.enter(Phase.PLANNING)
@@ -217,7 +218,6 @@ class PlanController:
             state.enter(Phase.PLANNING, "an optimizer has made its first update")
         elif state.phase is Phase.TRIAL:
             if planned.trial is None:
-                planned.link = self._promise.own_link(planned.link)
                 state.enter(Phase.PLANNING, "the trial step is over")
         elif self._promise.needs_plan(planned):
             state.enter(Phase.PLANNING, "measured steps differ from the plan")

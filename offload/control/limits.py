@@ -114,8 +114,8 @@ class Limits:
         did not, or if a plan that uses most of `max_slowdown` would probably need at most this much less than the last
         one.
     noise
-        Relative gain in time or memory that is worth neither recomputation nor a trial step. (A trial step tests which
-        tensors can be recomputed, and how long that takes.)
+        Relative gain in time or memory that is not worth recomputation, nor a trial step unless the plan swaps and
+        `max_slowdown` is given. (A trial step tests which tensors can be recomputed, and how long that takes.)
     search_share, device_search_share, search_seconds, search_effort_min
         With `max_slowdown`, the planner runs while training waits. `search_share`, on an accelerator
         `device_search_share`: how long it may take, relative to a step. `search_seconds`: how long it takes with the

@@ -1,7 +1,8 @@
 """Measures the speed of the link on the copies of an engine's own steps.
 
-The first plan uses the calibrated link. Later plans use these speeds: they are measured while the step computes, and
-they follow a disk that becomes slower or faster.
+The first plan uses the calibrated link. The plan after a trial step uses the speed of the copies so far, for which the
+step waited; later plans also that of copies that run while the step computes. They follow a disk that becomes slower or
+faster.
 """
 
 from __future__ import annotations

@@ -10,8 +10,8 @@ A signature is the shapes and kinds of a step's inputs (`signature.py`). The con
         │                          └────────────┘   if a plan is measured again (`SlowdownPromise`)
         └── from any phase, if a step differs from the recorded one; to ON_DEMAND, if this happens too often
 
-If a swap-only plan slows the step (with `max_slowdown`: if it needs more memory than the lowest feasible limit), a
-trial step follows. It tests which tensors can be recomputed, and the next plan may recompute them.
+If a swap-only plan slows the step (with `max_slowdown`: if it swaps, or needs more memory than the lowest feasible
+limit), a trial step follows. It tests which tensors can be recomputed, and measures the nodes. A new plan follows.
 """
 
 from __future__ import annotations

@@ -3,11 +3,11 @@
 In a *reference step*, computation stops while a copy runs, so that no copy slows it (`plan/serial.py`; on an
 accelerator copy-outs, which hardly slow it, run meanwhile); or every tensor is kept
 (`SlowdownPromise.reference_schedule` says when). The durations of its nodes (parts of the step, `runtime/schedule.py`)
-show how long the step takes without swapping, on this machine and at this time. `judge` subtracts this duration, and
-the recomputation, waits and hooks that the plan predicts, from the measured duration of the plan's steps. The remainder
-is taken as the time by which the computation was slowed: by copies and, if the plan recomputes, by the recording of the
-operators that backward runs again. `estimate.py` fits costs per byte to the remainders of all plans tried so far. The
-next plan uses these costs, and the slowdowns of the tried plans are estimated with them.
+show how long the step takes without swapping here and now (except after a wait: `_without_waits`). `judge` subtracts
+this duration, and the recomputation, waits and hooks that the plan predicts, from the measured duration of the plan's
+steps. The remainder is taken as the time by which the computation was slowed: by copies and, if the plan recomputes, by
+the recording of the operators that backward runs again. `estimate.py` fits costs per byte to the remainders of all
+plans tried so far. The next plan uses these costs, and the slowdowns of the tried plans are estimated with them.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ class PlanSearch:
         The last reference steps of the present plan. Those of earlier plans do not count: other programs were less busy
         or busier then. Also, the first steps of a training are slower than later ones.
     waits
-        The nodes before which these reference steps wait for copies; empty if they keep every tensor.
+        The nodes before which these reference steps wait for copies; empty if they keep every tensor, and on an
+        accelerator.
     begun
         Number of reference steps started for the present plan, counted from its first step or from the last restart of
         its measurement.
@@ -155,9 +156,9 @@ class PlanSearch:
     def compare_with_search(self, plan: Plan | None, steps: Sequence[StepCost]) -> bool:
         """After the search, compare the last `steps` of the plan with the reference steps of the search.
 
-        For an accelerator. Does nothing and returns False, unless the plan was judged by reference steps that kept
-        every tensor. After a search, new reference steps wait for copies, and a device that has paused computes faster
-        for a while: they cannot be compared with those of the search.
+        Called on an accelerator only. Does nothing and returns False, unless the plan was judged by reference steps
+        that kept every tensor. After a search, new reference steps wait for copies, and a device that has paused
+        computes faster for a while: they cannot be compared with those of the search.
         """
         judged = self.judged(plan)
         if judged is None or not judged.keeps_all:

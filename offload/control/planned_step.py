@@ -50,7 +50,7 @@ class PlannedStep:
     limits
         Tolerances, and how many measurements are kept.
     profile
-        The recorded step.
+        The recorded step. After a trial step, the duration of each node is the shorter one of the two steps.
     link
         The speed of copies that plans assume, from a calibration or from the engine's own copies.
     held, plan_held
@@ -97,7 +97,7 @@ class PlannedStep:
     trial
         The observer of the trial step that is in progress; None if there is none.
     recipes
-        How tensors can be recomputed, by the trial step; None before its end.
+        How tensors can be recomputed, as the trial step found; None before its end.
     optimizers
         Number of optimizers that had made an update at the last plan or the last call of `StatePlanner.is_outdated`. If
         it grows, the plan may lack optimizer state.
@@ -268,7 +268,6 @@ class PlannedStep:
                 self.reference = planned_schedule(order, make_plan(plan.trace, plan.link, ()), members)
             else:
                 self.reference = serial_schedule(order, plan, members)
-            self.search.waits = self.reference.waits
         return self.reference
 
     def exceeds(self, limit_bytes: int, held: HeldBytes) -> bool:
@@ -281,18 +280,19 @@ class PlannedStep:
             more += self.recipes.held_bytes(row.id for row in self.plan.recomputes)
         return self.plan.peak_bytes + more > limit_bytes
 
-    def read_trial(self, counts: Counts, *, cheap: bool) -> None:
-        """Read the results of the trial step if it has ended."""
-        trial = self.trial
-        if trial is None or not trial.finished:
-            return
+    def read_trial(self, counts: Counts, *, cheap: bool) -> bool:
+        """Read the results of the trial step if it has ended. Return whether they were read."""
+        if (trial := self.trial) is None or not trial.finished:
+            return False
         self.trial, self.recipes = None, recipes_of(trial, self.profile.members, cheap=cheap)
         if self.plan is not None:
             self.plan = replace(self.plan, refusals=self.recipes.refusals)
-        if (measured := trial.measured()) is not None:
-            seconds = measured.step_seconds, measured.stall_seconds
-            counts.steps_measured.append(StepRecord(False, None, *seconds, is_trial=True))
-            self.profile = self.profile.with_shorter_nodes(measured.node_seconds)
+        if (measured := trial.measured(len(self.profile.trace.nodes))) is not None:
+            row = StepRecord(False, None, measured.step_seconds, measured.stall_seconds, is_trial=True)
+            counts.steps_measured.append(row)
+            if not self.profile.order.compiled_nodes:  # their trial runs each compiled submodule twice
+                self.profile = self.profile.with_shorter_nodes(measured.node_seconds)
+        return True
 
     def read_measurements(self, counts: Counts) -> None:
         """Read the measurements of steps that the device has finished, and record these steps in `counts`."""

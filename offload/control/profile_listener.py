@@ -28,7 +28,8 @@ class RecordedStep:
     ----------
     trace
         The profiled step. Its `base_bytes` are those of the memory in use now, with the optimizer's state if the
-        optimizer has stepped. After the trial step, the trace contains recipes.
+        optimizer has stepped. After the trial step, the trace contains recipes,
+        and of each node the shorter duration of the two steps.
     link
         The link to plan with.
     device, device_bytes

@@ -111,7 +111,9 @@ class SlowdownPromise:
         if planned.reference is not None and not planned.search.is_settled:
             return planned.reference
         keeps_all = not planned.search.is_settled and self._may_keep_all(planned)
-        return planned.make_reference(keeps_all=keeps_all)
+        reference = planned.make_reference(keeps_all=keeps_all)
+        planned.search.waits = reference.waits if self._on_cpu else frozenset()
+        return reference
 
     def _may_keep_all(self, planned: PlannedStep) -> bool:
         """Return whether a reference step that begins now may keep every tensor."""
@@ -178,7 +180,7 @@ class SlowdownPromise:
         return bool(reasons)
 
     def own_link(self, known: Link) -> Link:
-        """Return `known` with the bandwidth of this engine's copies, in each direction with long enough copies."""
+        """Return `known` with the bandwidth of this engine's copies, in each direction if they took long enough."""
         self._copies.read()
         return self._copies.link(known)
 

@@ -1,4 +1,4 @@
-"""The trial step: decides when it is due, and converts its recipes for the planner.
+"""The trial step: decides when it is due, times its nodes, and converts its recipes for the planner.
 
 This module maps the storages of `offload.recomputation`, numbered by pack, to the planner's tensors, which have ids.
 """
@@ -22,6 +22,7 @@ from offload.recomputation.measured import MeasuredRecipe
 from offload.runtime.engine import Engine
 from offload.runtime.executor import Measured, StepObserver, Stopwatch
 from offload.runtime.schedule import StepOrder
+from offload.torch_compat.autograd import current_node
 from offload.torch_compat.dispatch import can_record
 
 __all__ = ["MakeTrial", "Recipes", "TimedTrial", "TrialObserver", "is_worth_a_trial", "make_trial", "recipes_of"]
@@ -36,7 +37,7 @@ class TrialObserver(StepObserver, Protocol):
 
     @property
     def finished(self) -> bool:
-        """Whether all recipes have been tried."""
+        """Whether all recipes have been tried, and the device has reached the end of backward if the host has."""
 
     @property
     def is_as_recorded(self) -> bool:
@@ -48,8 +49,8 @@ class TrialObserver(StepObserver, Protocol):
     def refusals(self) -> Mapping[int, str]:
         """Return why other entries have no recipe, by pack index."""
 
-    def measured(self) -> Measured | None:
-        """Return the measured durations of the step; None if it has not ended."""
+    def measured(self, node_count: int) -> Measured | None:
+        """Return the measured durations of the step, with its first `node_count` nodes; None if it has not ended."""
 
 
 # Starts the trial step of a recorded step. Arguments: engine, recorded order, `base_bytes` by node, and the most bytes
@@ -63,15 +64,19 @@ class TimedTrial(RecipeTrial):
     def __init__(self, engine: Engine, order: StepOrder, base_bytes: Sequence[int], limit_bytes: int) -> None:
         super().__init__(engine, order, base_bytes, limit_bytes)
         self._stopwatch = Stopwatch(engine)
-        self._node_count = order.node_count
         self._node_after_pack = order.node_after_pack
         self._node_of_use: dict[int, int] = {}
         for node, pack_index in order.uses:
             self._node_of_use.setdefault(pack_index, node)
-        self._node = 0
+        self._node: int | None = 0
+
+    @property
+    def finished(self) -> bool:
+        """Whether all recipes have been tried, and the device has reached the end of backward if the host has."""
+        return super().finished and (not self._stopwatch.finished or self.measured(1) is not None)
 
     def watches(self, pack_index: int) -> bool:
-        """Return True: a node of backward may begin with a kept tensor."""
+        """Return True: a backward node may begin with the unpack of a kept tensor."""
         return True
 
     def begin(self) -> None:
@@ -80,25 +85,26 @@ class TimedTrial(RecipeTrial):
 
     def packed(self, pack_index: int) -> None:
         """End the time of the hook of this pack. The node after it begins, as in the recorded step."""
-        self._arrive(self._node_after_pack.get(pack_index, 0))
+        self._arrive(self._node_after_pack.get(pack_index))
         self._stopwatch.end(None)
 
     def unpacking(self, pack_index: int) -> None:
         """Start the time of the hook in which backward asks for the tensor of this pack."""
         self._stopwatch.begin()
         self._stopwatch.listen_for_the_end()
-        self._arrive(self._node_of_use.get(pack_index, 0))
+        if current_node() is not None:  # otherwise code outside of backward reads grad_fn's attributes
+            self._arrive(self._node_of_use.get(pack_index))
 
     def unpacked(self, pack_index: int) -> None:
         """End the time of the hook: the tensor of this pack is on the device."""
         self._stopwatch.end(pack_index)
 
-    def measured(self) -> Measured | None:
-        """Return the measured durations of the step; None if it has not ended."""
-        return self._stopwatch.measured(self._node_count)
+    def measured(self, node_count: int) -> Measured | None:
+        """Return the measured durations of the step, with its first `node_count` nodes; None if it has not ended."""
+        return self._stopwatch.measured(node_count)
 
-    def _arrive(self, node: int) -> None:
-        if node > self._node:
+    def _arrive(self, node: int | None) -> None:
+        if node is not None and node != self._node:
             self._node = node
             self._stopwatch.arrive(node)
 
@@ -179,8 +185,9 @@ class Recipes:
 def is_worth_a_trial(plan: Plan, options: Options, limits: Limits) -> bool:
     """Return whether recomputation could improve a swap-only plan.
 
-    With `max_slowdown`, it could whenever the plan saves memory: the durations of the recorded step are too long, so a
-    plan that seems to keep `max_slowdown` may not, and plans of other peaks follow.
+    With `max_slowdown`, it could if the plan swaps, or needs over 1 % more memory than the lowest feasible limit. (Also
+    if the plan stays within `max_slowdown`: the durations of the recorded step are too long, so its steps may be slower
+    than predicted, and plans with other peaks follow.)
     """
     if options.recompute is None or options.n_tensors is not None or not plan.trace.tensors:
         return False

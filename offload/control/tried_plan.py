@@ -22,7 +22,8 @@ class TriedPlan:
     Attributes
     ----------
     measured
-        Measured slowdown, relative to the computation of reference steps: 0.05 means that a step took 5 % longer.
+        Measured slowdown, relative to the computation of reference steps (after a wait, of the plan's own steps if that
+        is shorter): 0.05 means that a step took 5 % longer.
     measured_error
         The standard error of `measured` (`standard_error`).
     deviation
@@ -30,7 +31,7 @@ class TriedPlan:
     reference_steps
         Number of reference steps from which `measured` was computed.
     compute_seconds
-        Computation time of the latest of these reference steps (`PlanSearch.judge`).
+        The computation time to which the latest steps were compared (`PlanSearch.judge`).
     unexplained_seconds
         Measured step time minus the computation time of reference steps, minus the recomputation, waits and hook time
         that the plan predicts. It is taken as the time by which copies and the recording of operators slowed the
