@@ -26,6 +26,7 @@ from offload.parameters.mover import ParameterMover
 from offload.runtime.refusals import check_model
 from offload.runtime.stores import make_engine
 from offload.torch_compat import compiled
+from offload.torch_compat.vector_math import choose_kernels
 
 __all__ = ["disable", "enable", "materialize", "remark", "session_of", "watch"]
 
@@ -251,6 +252,7 @@ def _enable(
     moves_gradients: bool = False,
 ) -> Session:
     options = check_options(model, device, **asked)
+    choose_kernels()
     record_out_of_memory()
     keeps_gradients = not (in_backward or moves_gradients)
     limit, least = options.memory_limit, options.min_tensor_bytes
