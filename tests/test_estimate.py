@@ -9,7 +9,7 @@ from test_plan_search import machine, slowdown
 
 from offload.control.estimate import estimated
 from offload.control.limits import LIMITS
-from offload.control.measurement_error import standard_error
+from offload.control.measured_slowdown import standard_error
 from offload.control.tried_plan import TriedPlan
 
 ALL_BYTES = 1000
@@ -120,7 +120,7 @@ def test_a_plan_that_measures_faster_than_without_swapping_is_not_kept_for_that(
 )
 def test_a_small_deviation_of_few_steps_counts_as_at_least_half_of_what_is_usual(own, others, counted):
     limits = replace(LIMITS, deviation_min=0.001)
-    assert standard_error(own, 4, others, limits) == pytest.approx(1.2533 * counted * (1 + 1 / 3) / 2)
+    assert standard_error(own, 5, others, limits) == pytest.approx(counted / 2)
 
 
 def test_on_a_noisy_machine_a_plan_is_not_kept_because_little_was_expected_of_it():

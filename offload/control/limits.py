@@ -75,7 +75,7 @@ class Limits:
         * `predicted_spread`: of the same part, relative to the slowdown that the plan predicts. The squares of both are
           added.
     deviation_min
-        Least standard deviation that is assumed of the ratio of a step to the reference step beside it.
+        Least deviation that is assumed of a pair of a step and a reference step (`Comparison.deviation`).
     search_steps
         The search for a plan ends once at least this many steps, reference steps included, have been measured to judge
         plans. A plan takes at least six, three of each kind; the first one 10 or 16 if it seems to keep
@@ -167,7 +167,7 @@ class Limits:
     fixed_spread: float = 0.02
     plan_spread: float = 0.005
     predicted_spread: float = 0.5
-    deviation_min: float = 0.002
+    deviation_min: float = 0.003
     search_steps: int = 36
     steady_measured_every: int = 16
     device_measured_every: int = 32

@@ -3,7 +3,7 @@
 In a *reference step*, computation stops while a copy runs, so that no copy slows it (`plan/serial.py`; on an
 accelerator copy-outs, which hardly slow it, run meanwhile); or every tensor is kept
 (`SlowdownPromise.reference_schedule` says when). The durations of its nodes (parts of the step, `runtime/schedule.py`)
-show how long the step takes without swapping here and now (except after a wait: `_without_waits`). `judge` subtracts
+show how long the step takes without swapping here and now (except after a wait: `without_waits`). `judge` subtracts
 this duration, and the recomputation, waits and hooks that the plan predicts, from the measured duration of the plan's
 steps. The remainder is taken as the time by which the computation was slowed: by copies and, if the plan recomputes, by
 the recording of the operators that backward runs again. `estimate.py` fits costs per byte to the remainders of all
@@ -13,15 +13,16 @@ plans tried so far. The next plan uses these costs, and the slowdowns of the tri
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
 from math import nan
 from statistics import median
 
+import numpy as np
+
 from offload.control.estimate import estimated
 from offload.control.limits import Limits
-from offload.control.measurement_error import standard_deviation, standard_error
+from offload.control.measured_slowdown import compared, standard_error, without_waits
 from offload.control.step_cost import StepCost
 from offload.control.tried_plan import TriedPlan, assumed_seconds
 from offload.control.watch import Watch
@@ -120,25 +121,6 @@ class PlanSearch:
 
     def _step(self, cost: StepCost) -> float:
         return cost.own_step if self.is_shared else cost.step
-
-    def _median_nodes(self, costs: Iterable[StepCost]) -> list[float]:
-        """Return the median of each node's seconds.
-
-        Other programs are often busy for less than a step: in each step they slow a few nodes, in the next step other
-        ones. So they lengthen every step, but hardly change the median of a node.
-        """
-        return _medians(map(self._nodes, costs))
-
-    def _without_waits(self, reference: Sequence[float], planned: Sequence[float]) -> list[float]:
-        """Return the node durations without swapping: those of reference steps, without the effect of their waits.
-
-        After a wait, caches are cold and threads asleep. So for the first half of the nodes from a wait to the next
-        one, it is the shorter one of their durations in reference steps and in the plan's steps.
-        """
-        count = len(reference)
-        waits = pairwise([*sorted(self.waits), count])
-        slowed = {node for wait, end in waits for node in range(wait, (wait + end + 1) // 2)}
-        return [min(reference[node], planned[node]) if node in slowed else reference[node] for node in range(count)]
 
     def _nodes(self, cost: StepCost) -> list[float]:
         computed = cost.computed
@@ -293,13 +275,13 @@ class PlanSearch:
         count = min(len(steps), len(self.references))
         if count < self.limits.measurements_before_judging:
             return None
-        compute = sum(self._without_waits(self._median_nodes(self.references), self._median_nodes(steps)))
-        taken = sum(self._median_nodes(steps)) + median(self._step(cost) - self._computed(cost) for cost in steps)
+        rows, references = ([*map(self._nodes, costs)] for costs in (steps, self.references))
+        outside = [self._step(cost) - self._computed(cost) for cost in steps]
+        compute, taken, deviation = compared(rows, references, outside, self.waits)
         explained = plan.step_seconds - plan.compute_seconds + len(plan.swaps) * plan.link.swap_seconds
         explained -= assumed_seconds(plan, self.recompute_byte_seconds)
         rest = taken - compute - explained
-        measured = taken / compute - 1
-        own = TriedPlan(plan, measured, nan, self._deviation(steps), count, compute, rest, keeps_all=keeps_all)
+        own = TriedPlan(plan, taken / compute - 1, nan, deviation, count, compute, rest, keeps_all=keeps_all)
         earlier = self.judged(plan)
         others = [each for each in self.tried if each is not earlier]
         if earlier is not None and earlier.keeps_all == keeps_all:
@@ -322,16 +304,9 @@ class PlanSearch:
         if any(each.recomputed_bytes for each in self.tried):
             self.recompute_byte_seconds = found.recompute_byte_seconds
         self.steps += 2 * count
-        elapsed = (_medians(cost.nodes for cost in costs) for costs in (self.references, steps))
-        self.reference_node_seconds = self._without_waits(*elapsed)
+        elapsed, planned = (np.median([cost.nodes for cost in costs], axis=0) for costs in (self.references, steps))
+        self.reference_node_seconds = without_waits(elapsed, planned, self.waits).tolist()
         return own.slowdown
-
-    def _deviation(self, steps: Sequence[StepCost]) -> float:
-        """Return the standard deviation of the ratios of measured steps to the reference steps beside them."""
-        count = min(len(steps), len(self.references))
-        pairs = zip([*steps][-count:], [*self.references][-count:], strict=True)
-        ratios = [self._step(cost) / self._computed(each) for cost, each in pairs if self._computed(each) > 0]
-        return standard_deviation(ratios)
 
     def may_keep(self, max_slowdown: float, saved_bytes: int) -> bool:
         """Return whether a plan that saves `saved_bytes` may keep the promise, judged by the last plan.
@@ -394,7 +369,3 @@ class PlanSearch:
         """Return the plan of least memory among those that kept the promise; None if none did."""
         kept = [each for each in self.tried if each.slowdown_max <= max_slowdown]
         return min(kept, key=lambda each: each.plan.peak_bytes).plan if kept else None
-
-
-def _medians(rows: Iterable[Sequence[float]]) -> list[float]:
-    return [median(column) for column in zip(*rows, strict=True)]

@@ -27,7 +27,7 @@ class TriedPlan:
     measured_error
         The standard error of `measured` (`standard_error`).
     deviation
-        Standard deviation of the ratio of a step to the reference step next to it.
+        What one pair of a step and a reference step adds to the uncertainty of `measured` (`Comparison.deviation`).
     reference_steps
         Number of reference steps from which `measured` was computed.
     compute_seconds

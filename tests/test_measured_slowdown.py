@@ -1,0 +1,96 @@
+"""The slowdown of steps beside reference steps, and its standard error, with noise of known kinds."""
+
+from dataclasses import replace
+from math import sqrt
+
+import numpy as np
+import pytest
+
+from offload.control import measured_slowdown
+from offload.control.limits import LIMITS
+from offload.control.measured_slowdown import compared, standard_error
+
+FREE = replace(LIMITS, deviation_min=0.0)
+NODES, SLOWDOWN, SERIES = 40, 0.04, 150
+
+
+def noise_of_nodes(random, pairs):
+    """Each node of each step varies on its own, and some of them by much."""
+    noise = random.normal(0, 0.2, (2, pairs, NODES)) + (random.random((2, pairs, NODES)) < 0.1)
+    return np.maximum(0.5, 1 + noise)
+
+
+def noise_of_steps(random, pairs):
+    """Each step varies as a whole."""
+    return np.broadcast_to(1 + random.normal(0, 0.04, (2, pairs, 1)), (2, pairs, NODES))
+
+
+def noise_of_pairs(random, pairs):
+    """Two steps that follow one another are slow together."""
+    drift = np.cumsum(random.normal(0, 0.05, (1, pairs, 1)), axis=1)
+    return np.broadcast_to(1 + drift + random.normal(0, 0.01, (2, pairs, 1)), (2, pairs, NODES))
+
+
+def measured(noise, pairs):
+    """Slowdown and standard error in each of many series of steps."""
+    found = []
+    for seed in range(SERIES):
+        references, steps = noise(np.random.default_rng(seed), pairs) * np.linspace(0.5, 1.5, NODES)
+        compute, taken, deviation = compared(steps * (1 + SLOWDOWN), references, [0.0] * pairs, ())
+        found.append((taken / compute - 1, standard_error(deviation, pairs, [], FREE)))
+    return np.array(found)
+
+
+def ratio_of_errors(noise, pairs=8):
+    """The mean standard error, relative to how far the slowdowns really are off."""
+    slowdowns, errors = measured(noise, pairs).T
+    assert np.median(slowdowns) == pytest.approx(SLOWDOWN, abs=0.01)
+    return errors.mean() / np.sqrt(np.mean((slowdowns - SLOWDOWN) ** 2))
+
+
+@pytest.mark.parametrize("noise", [noise_of_nodes, noise_of_steps])
+@pytest.mark.parametrize(("pairs", "at_most"), [(3, 1.8), (5, 1.8), (8, 1.35)])
+def test_the_standard_error_is_how_far_the_slowdown_is_off(noise, pairs, at_most):
+    """With few pairs it is larger."""
+    assert 0.9 < ratio_of_errors(noise, pairs) < at_most
+
+
+def test_steps_that_follow_one_another_are_drawn_together():
+    """What slows both alike adds nothing to the error."""
+    references, steps = noise_of_pairs(np.random.default_rng(0), 8)
+    pairs, mixed = (compared(steps, others, [0.0] * 8, ()).deviation for others in (references, references[::-1]))
+    assert mixed > 2 * pairs
+
+
+def deviation_beside_a_step_that_is_far_off():
+    """Relative to the same steps without it."""
+    steps = np.random.default_rng(1).normal(1.0, 0.01, (8, NODES))
+    references = np.random.default_rng(2).normal(1.0, 0.01, (8, NODES))
+    usual = compared(steps, references, [0.0] * 8, ())
+    steps[3] *= 3
+    off = compared(steps, references, [0.0] * 8, ())
+    assert off.step_seconds == pytest.approx(usual.step_seconds, rel=0.01)
+    return off.deviation / usual.deviation
+
+
+def test_one_step_that_is_far_off_hardly_changes_the_error():
+    assert deviation_beside_a_step_that_is_far_off() < 3
+
+
+def test_it_would_if_all_that_was_drawn_counted(monkeypatch):
+    """A mutant."""
+    monkeypatch.setattr(measured_slowdown, "_QUANTILES", (0.0, 1.0))
+    assert deviation_beside_a_step_that_is_far_off() > 6
+
+
+def test_seconds_outside_nodes_count_and_vary():
+    nodes = np.ones((8, 4))
+    steady = compared(nodes, nodes, [0.4] * 8, ())
+    assert (steady.compute_seconds, steady.step_seconds, steady.deviation) == (4.0, pytest.approx(4.4), 0.0)
+    assert compared(nodes, nodes, [0.0, 0.8] * 4, ()).deviation > 0.02 * sqrt(8)
+
+
+def test_of_more_steps_of_one_kind_the_last_are_pairs():
+    nodes = np.ones((8, 4))
+    steps = np.concatenate([100 * nodes[:1], nodes])
+    assert compared(steps[:4], nodes[:3], [0.0] * 4, ()).deviation == 0.0
