@@ -73,6 +73,35 @@ def test_the_slowdown_is_kept_and_memory_is_near_the_least(seed, allowed):
     assert not any(is_reference for is_reference, _ in plant.steps[SETTLED_BY:])
 
 
+def search_near_the_least(seed):
+    """Plans that were predicted to exceed 5 % but measured after one that kept it; how many were measured; the peak."""
+    plant, profiled, calibrated = machine(seed)
+    planned, _ = machines.run(plant, profiled, calibrated, STEPS, max_slowdown=0.05)
+    tried = planned.search.tried
+    predicted = [each.plan.expected_seconds / each.plan.compute_seconds - 1 for each in tried]
+    too_far = [more for before, more in zip(tried, predicted[1:], strict=False) if before.slowdown_max <= 0.05 < more]
+    return len(too_far), len(tried), planned.plan.peak_bytes
+
+
+@pytest.mark.parametrize("seed", [36, 39, 41])
+def test_no_plan_is_measured_that_is_predicted_to_be_too_slow(seed, monkeypatch):
+    """Near the least memory steps wait for copies, so their time does not grow with the bytes saved alone."""
+    too_far, count, peak_bytes = search_near_the_least(seed)
+    assert too_far == 0
+    monkeypatch.setattr(PlanSearch, "goes_too_far", lambda *_: False)  # a mutant
+    too_far, more, other_bytes = search_near_the_least(seed)
+    assert too_far > 0
+    assert more > count
+    assert peak_bytes <= other_bytes
+
+
+def test_another_plan_is_measured_only_if_it_needs_less_memory(monkeypatch):
+    """Where nothing more can be saved in time, the search ends with its first plan."""
+    assert search_near_the_least(36)[1] == 1
+    monkeypatch.setattr(PlanSearch, "lowers_peak", lambda *_: True)  # a mutant
+    assert search_near_the_least(36)[1] > 1
+
+
 def test_the_search_reaches_both_sides():
     """Among those machines are some where the first plan is too slow, and some where it leaves time."""
     first = []

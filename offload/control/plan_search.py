@@ -224,7 +224,7 @@ class PlanSearch:
         broken = [each for each in self.tried if each.slowdown_max > max_slowdown and each.saved_bytes > least]
         return most, min(broken, key=lambda each: each.saved_bytes, default=None)
 
-    def _aim(self, max_slowdown: float) -> float:
+    def aim(self, max_slowdown: float) -> float:
         """Return the slowdown at which the next plan aims: `max_slowdown` minus the last plan's margin of error.
 
         It is at least `aim_min` and at most `aim_max` times `max_slowdown`.
@@ -233,13 +233,13 @@ class PlanSearch:
         return min(max(max_slowdown - self.tried[-1].error, low), high)
 
     def _likely_saved(self, max_slowdown: float) -> float:
-        """Estimate the bytes saved by a plan with the slowdown `_aim`.
+        """Estimate the bytes saved by a plan with the slowdown `aim`.
 
         If there are two plans as `_kept_beside_broken` describes, the slowdown between them is assumed to be linear in
         the bytes saved. Otherwise it is assumed to be proportional to the bytes saved, as in the last plan. If the last
         plan was not slower at all, the estimate is the whole unswapped peak.
         """
-        aim = self._aim(max_slowdown)
+        aim = self.aim(max_slowdown)
         kept, broken = self._kept_beside_broken(max_slowdown)
         if kept is not None and broken is not None:
             share = (aim - kept.slowdown_max) / (broken.slowdown_max - kept.slowdown_max)
@@ -357,6 +357,19 @@ class PlanSearch:
         """Return whether the plan moves tensors, and no judged plan moves the same tensors at the same nodes."""
         moves = plan.swaps, plan.recomputes
         return any(moves) and all(moves != (each.plan.swaps, each.plan.recomputes) for each in self.tried)
+
+    def goes_too_far(self, plan: Plan, max_slowdown: float) -> bool:
+        """Return whether the last plan kept `max_slowdown`, but this one is predicted to exceed it.
+
+        `_likely_saved` assumes that the slowdown grows with the bytes saved. But near the least memory, steps also wait
+        for copies. The prediction includes these waits.
+        """
+        seconds_max = (1 + max_slowdown) * plan.compute_seconds
+        return self.tried[-1].slowdown_max <= max_slowdown and plan.expected_seconds > seconds_max
+
+    def lowers_peak(self, plan: Plan) -> bool:
+        """Return whether this plan needs enough less memory than the last one to be tried (`Limits.peak_step`)."""
+        return plan.peak_bytes < (1 - self.limits.peak_step) * self.tried[-1].plan.peak_bytes
 
     def judged(self, plan: Plan | None) -> TriedPlan | None:
         """Return what is known of a plan that moves the same tensors at the same nodes; None if it was not judged."""

@@ -358,11 +358,14 @@ class SlowdownPromise:
                 peak = max(least, int(self._limits.worthwhile_peak(kept.peak_bytes)))
                 if not search.may_keep(allowed, kept.peak_bytes - peak):
                     return self._end_search(planned)  # a plan that keeps the promise would save too little
-            wanted_options = replace(options, max_slowdown=None, memory_limit=peak)
-            plan = make(options=wanted_options, held_bytes=held_bytes, effort=effort)
-            if search.is_new(plan):
-                return plan
-            return self._end_search(planned)  # this plan was tried already, or it moves nothing
+            make = partial(make, held_bytes=held_bytes, effort=effort)
+            plan = make(options=replace(options, max_slowdown=None, memory_limit=peak))
+            if search.goes_too_far(plan, allowed):
+                plan = make(options=replace(options, max_slowdown=search.aim(allowed)))
+                if not search.lowers_peak(plan):
+                    return self._end_search(planned)
+            # The search ends if this plan was tried already, or moves nothing.
+            return plan if search.is_new(plan) else self._end_search(planned)
         plan = make(options=replace(options, max_slowdown=allowed), held_bytes=held_bytes, effort=effort)
         if not (plan.swaps or plan.recomputes) and trace.tensors and planned.replans < self._limits.replans:
             # No plan whose predicted slowdown is within `max_slowdown` moves tensors. But the prediction may be larger
