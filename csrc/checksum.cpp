@@ -177,8 +177,8 @@ uint64_t second_line(uint64_t block) {
 
 #if defined(__x86_64__) || defined(__aarch64__)
 
-// Both lines of each whole block from number `first` up to `end`; `data` is the first of these blocks. A line is asked
-// for eight blocks before it is used: lines are in different pages, so otherwise the processor waits for each.
+// Both lines of each whole block from number `first` up to `end`; `data` points to the first of these blocks. Each line is
+// prefetched eight blocks ahead: lines are in different pages, so the processor would not load them before they are used.
 OFFLOAD_CRC_TARGET uint32_t instruction_blocks(uint32_t start, const uint8_t* data, uint64_t first, uint64_t end) {
   constexpr uint64_t kAhead = 8;
   const auto block_at = [=](uint64_t block) { return data + (block - first) * kBlockBytes; };
@@ -227,7 +227,8 @@ const Kernels& kernels() {
   return best;
 }
 
-// The checked lines of the bytes from `begin` up to `end` of a file, which are a part of one or two blocks.
+// The checked lines of the bytes from `begin` up to `end` of a file, which contain no whole block. `data` points to the
+// first of these bytes.
 uint32_t partial_blocks(uint32_t crc, const uint8_t* data, uint64_t begin, uint64_t end) {
   for (uint64_t block = begin / kBlockBytes; block * kBlockBytes < end; ++block) {
     for (const uint64_t line : {block * kBlockBytes, block * kBlockBytes + second_line(block)}) {

@@ -6,8 +6,9 @@
 // processor time of a copy: it reads the whole tensor through the caches, which direct I/O does not.
 //
 // x86-64 processors with vpclmulqdq: wide carry-less folding, close to memory speed. Other x86-64 processors, and
-// aarch64: three interleaved lanes of the crc32 instruction. Without that instruction: tables. The value is the same
-// on every little-endian machine. Thread safe; no state.
+// aarch64: three interleaved lanes of the crc32 instruction. Without that instruction: tables. Of blocks: the same
+// instruction, one word after the other, and lines are prefetched; or tables. The value is the same on every
+// little-endian machine. Thread safe; no state.
 #pragma once
 
 #include <cstddef>

@@ -6,9 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from offload.control import plan_search
+from offload.control import measured_slowdown, plan_search
 from offload.control.limits import LIMITS
-from offload.control.measured_slowdown import Comparison
 from offload.control.plan_search import PlanSearch
 from offload.control.step_cost import StepCost
 from offload.control.tried_plan import TriedPlan
@@ -106,10 +105,9 @@ def test_they_are_in_the_slowdown_of_whole_steps(monkeypatch):
     """A mutant."""
 
     def whole_steps(planned, references, outside, waits):
-        step_seconds = median(map(sum, planned)) + median(outside)
-        return Comparison(median(map(sum, references)), step_seconds, 0.0)
+        return median(map(sum, references)), median(map(sum, planned)) + median(outside)
 
-    monkeypatch.setattr(plan_search, "compared", whole_steps)
+    monkeypatch.setattr(measured_slowdown, "_seconds", whole_steps)
     assert slowdown_beside_bursts() > 0.19
 
 
@@ -284,3 +282,29 @@ def test_the_more_steps_vary_the_further_below_the_promise_the_next_plan_aims(er
     search = PlanSearch(LIMITS)
     search.tried = [tried(500, 0.01, error)]
     assert search._likely_saved(ALLOWED) == pytest.approx(500 * aim / (0.01 + error))
+
+
+@pytest.mark.parametrize(
+    ("last", "unexplained_seconds", "predicted", "too_far"),
+    [
+        (0.02, 0.0, 1.06, True),
+        (0.02, 0.0, 1.04, False),
+        (0.02, 0.5, 1.06, True),
+        (0.02, -0.02, 1.06, False),  # of the last plan, more was predicted than was measured
+        (0.06, 0.0, 1.06, False),  # the last plan was too slow: the next one saves less
+    ],
+)
+def test_a_plan_goes_too_far_if_it_is_predicted_to_be_too_slow(last, unexplained_seconds, predicted, too_far):
+    search = PlanSearch(LIMITS, tried=[replace(tried(500, last), unexplained_seconds=unexplained_seconds)])
+    plan = SimpleNamespace(expected_seconds=predicted, compute_seconds=1.0)
+    assert search.goes_too_far(plan, ALLOWED) == too_far
+
+
+@pytest.mark.parametrize(
+    ("last_bytes", "bytes_saved", "worth"),
+    [(300, 350, True), (300, 330, False), (300, 200, False), (40, 60, True), (40, 45, False)],
+)
+def test_a_plan_is_worth_trying_if_it_needs_less_memory_or_alone_is_worth_its_hooks(last_bytes, bytes_saved, worth):
+    search = PlanSearch(replace(LIMITS, worth_bytes=1), tried=[tried(last_bytes, 0.01)])
+    plan = SimpleNamespace(unswapped_peak_bytes=1000, peak_bytes=1000 - bytes_saved)
+    assert search.is_worth_trying(plan) == worth

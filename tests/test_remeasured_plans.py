@@ -241,10 +241,11 @@ def test_most_steps_are_steady():
         assert late[0] + LIMITS.judged_steps <= late[1] <= times * LIMITS.judged_steps + 400 // LIMITS.recheck_steps
 
 
-def test_a_memory_limit_holds_meanwhile(caplog):
-    _, planned, _ = run(9, 300)
+@pytest.mark.parametrize("seed", [0, 18])
+def test_a_memory_limit_holds_meanwhile(seed, caplog):
+    _, planned, _ = run(seed, 300)
     limit = int(1.05 * planned.plan.peak_bytes)
     caplog.set_level(logging.INFO, "offload")
-    plant, planned, _ = run(9, 300, memory_limit=limit)
+    plant, planned, _ = run(seed, 300, memory_limit=limit)
     assert "measuring a plan again" in caplog.text
     assert all(plan.peak_bytes <= limit for plan in [planned.plan, *plant.plans.values()])

@@ -75,7 +75,7 @@ class Limits:
         * `predicted_spread`: of the same part, relative to the slowdown that the plan predicts. The squares of both are
           added.
     deviation_min
-        Least deviation that is assumed of a pair of a step and a reference step (`Comparison.deviation`).
+        Least standard error that is assumed for one pair of a step and a reference step (`Comparison.deviation`).
     search_steps
         The search for a plan ends once at least this many steps, reference steps included, have been measured to judge
         plans. A plan takes at least six, three of each kind; the first one 10 or 16 if it seems to keep
@@ -112,7 +112,7 @@ class Limits:
     peak_step
         The search ends if a plan that kept `max_slowdown` needs at most this much more memory (relative) than one that
         did not, or if a plan that uses most of `max_slowdown` would probably need at most this much less than the last
-        one.
+        one, or if a plan that is made because that one is predicted to be too slow does.
     noise
         Relative gain in time or memory that is not worth recomputation, nor a trial step unless the plan swaps and
         `max_slowdown` is given. (A trial step tests which tensors can be recomputed, and how long that takes.)
@@ -121,8 +121,9 @@ class Limits:
         `device_search_share`: how long it may take, relative to a step. `search_seconds`: how long it takes with the
         full effort, for up to 1,000 tensors. `search_effort_min`: the least effort, with which plans are still good.
         The planner may run a second time for a plan, without recomputation; this run is shorter, and the shares do not
-        include it. On the CPU, free memory is returned to the system after a run, so the next step allocates its memory
-        again; the shares do not include this time either.
+        include it. If a plan is predicted to exceed `max_slowdown`, another one may be made, with half of the effort.
+        On the CPU, free memory is returned to the system after a run, so the next step allocates its memory again; the
+        shares do not include this time either.
     worth_hooks, worth_bytes, worth_tensors
         If the plan that the search ends with lowers the peak by less than `worth_hooks` (relative) or by less than
         `worth_bytes` (`worth_tensors` times `min_tensor_bytes` if that is less), nothing is swapped instead, if this

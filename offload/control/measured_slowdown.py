@@ -1,4 +1,8 @@
-"""Compares a plan's measured steps with its reference steps: the slowdown, and how far it may be off."""
+"""Compares a plan's measured steps with its reference steps: the slowdown, and how far it may be off.
+
+`PlanSearch.judge` uses it. numpy's `median`, `quantile` and `random` are not used: they import numpy.ma and the random
+generators, which take memory and time in the middle of a training.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ from collections.abc import Collection, Sequence
 from functools import cache
 from itertools import pairwise
 from math import sqrt
+from random import Random
 from statistics import median
 from typing import NamedTuple
 
@@ -14,12 +19,12 @@ from numpy.typing import NDArray
 
 from offload.control.limits import Limits
 
-__all__ = ["Comparison", "Rows", "compared", "standard_error", "without_waits"]
+__all__ = ["Comparison", "compared", "medians", "standard_error", "without_waits"]
 
-_RESAMPLES = 64
-_QUANTILES = (0.16, 0.84)  # of a normal distribution, these are one standard deviation away from the mean
+_RESAMPLES = 64  # then the standard error is itself known to about 10 %
+_OUTSIDE = 0.16  # of a normal distribution, this share is further below the mean than one standard deviation
 
-Rows = Sequence[Sequence[float]]
+_Rows = Sequence[Sequence[float]]
 _Array = NDArray[np.float64]
 
 
@@ -33,8 +38,8 @@ class Comparison(NamedTuple):
     step_seconds
         Duration of the plan's steps.
     deviation
-        What one pair of steps adds to the uncertainty of the slowdown, the ratio of the two minus 1: its standard error
-        is this number, divided by about the square root of the number of pairs (`standard_error`).
+        The standard error that one pair of steps alone would give to the slowdown, which is the ratio of the two
+        durations minus 1.
     """
 
     compute_seconds: float
@@ -42,14 +47,16 @@ class Comparison(NamedTuple):
     deviation: float
 
 
-def compared(planned: Rows, references: Rows, outside: Sequence[float], waits: Collection[int]) -> Comparison:
+def compared(planned: _Rows, references: _Rows, outside: Sequence[float], waits: Collection[int]) -> Comparison:
     """Compare the steps of a plan with reference steps, which alternate with them.
 
     Other programs are often busy for less than a step: in each step they slow a few nodes, in the next step other ones.
-    So they lengthen every step, but hardly change the median of a node. Both durations are sums of such medians. How
-    much they vary is found by resampling (bootstrap): the comparison is repeated with as many pairs of steps, drawn at
-    random from these pairs. The deviation of whole steps would be up to three times too large. The standard error is
-    half the range of the middle 68 % of the results, so a single step that is far off hardly changes it.
+    So they lengthen every step, but hardly change the median of a node. Both durations are sums of such medians.
+
+    The standard error is found by resampling (bootstrap). The comparison is repeated 64 times, each time with as many
+    pairs (a step and the reference step beside it) as were measured, drawn from them with replacement. Half the range
+    of the middle 68 % of the results is the standard error, so a single step that is far off hardly changes it. (An
+    error from the durations of whole steps would be 1.5 to 3 times too large.)
 
     Parameters
     ----------
@@ -60,23 +67,37 @@ def compared(planned: Rows, references: Rows, outside: Sequence[float], waits: C
     waits
         The nodes before which reference steps wait for copies (`without_waits`).
     """
-    steps, others = np.asarray(planned, dtype=float), np.asarray(references, dtype=float)
-    more = np.asarray(outside, dtype=float)
-    compute, taken = _seconds(steps, others, more, waits)
-    pairs = min(len(steps), len(others))
-    rows = _drawn(pairs)
-    drawn = _seconds(steps[-pairs:][rows], others[-pairs:][rows], more[-pairs:][rows], waits)
-    low, high = np.quantile(drawn[1] / drawn[0], _QUANTILES)
-    return Comparison(float(compute), float(taken), float(high - low) / 2 * sqrt(pairs))
+    compute, taken = _seconds(planned, references, outside, waits)
+    pairs = min(len(planned), len(references))
+    rows = [row for row in zip(planned[-pairs:], references[-pairs:], outside[-pairs:], strict=True) if sum(row[1]) > 0]
+    if len(rows) < 2:
+        return Comparison(compute, taken, 0.0)
+    ratios = []
+    for numbers in _drawn(len(rows)):
+        steps, others, more = zip(*(rows[number] for number in numbers), strict=True)
+        drawn_compute, drawn_taken = _seconds(steps, others, more, waits)
+        ratios.append(drawn_taken / drawn_compute)
+    ratios.sort()
+    left_out = round(_OUTSIDE * len(ratios))
+    half = (ratios[-1 - left_out] - ratios[left_out]) / 2
+    # As with the variance of a sample: n pairs that are drawn from n vary by (n − 1) / n of what n new pairs would.
+    return Comparison(compute, taken, half * len(rows) / sqrt(len(rows) - 1))
+
+
+def medians(rows: _Rows) -> _Array:
+    """Return the median of each column."""
+    ordered: _Array = np.sort(np.array(rows, dtype=float), axis=0)
+    middle: _Array = (ordered[(len(ordered) - 1) // 2] + ordered[len(ordered) // 2]) / 2
+    return middle
 
 
 def without_waits(reference: _Array, planned: _Array, waits: Collection[int]) -> _Array:
     """Return the node durations without swapping: those of reference steps, without the effect of their waits.
 
     After a wait, caches are cold and threads asleep. So for the first half of the nodes from a wait to the next one, it
-    is the shorter one of their durations in reference steps and in the plan's steps. The last axis is that of nodes.
+    is the shorter one of their durations in reference steps and in the plan's steps.
     """
-    count = reference.shape[-1]
+    count = len(reference)
     is_slowed = np.zeros(count, dtype=bool)
     for wait, end in pairwise([*sorted(waits), count]):
         is_slowed[wait : (wait + end + 1) // 2] = True
@@ -99,17 +120,19 @@ def standard_error(deviation: float, pairs: int, others: Sequence[float], limits
         `deviation_min`, the least deviation that is assumed.
     """
     least = max(limits.deviation_min, median([deviation, *others]) / 2)
-    # As with the variance of a sample: n pairs that are drawn from n vary by (n − 1) / n of what n new pairs would.
-    return max(deviation, least) / sqrt(max(1, pairs - 1))
+    return max(deviation, least) / sqrt(pairs)
 
 
-def _seconds(steps: _Array, references: _Array, outside: _Array, waits: Collection[int]) -> tuple[_Array, _Array]:
-    """Return the seconds of the computation and of the plan's steps. The last two axes are those of steps and nodes."""
-    planned = np.median(steps, axis=-2)
-    compute = without_waits(np.median(references, axis=-2), planned, waits).sum(axis=-1)
-    return compute, planned.sum(axis=-1) + np.median(outside, axis=-1)
+def _seconds(
+    planned: _Rows, references: _Rows, outside: Sequence[float], waits: Collection[int]
+) -> tuple[float, float]:
+    """Return the seconds of the computation, and of the plan's steps."""
+    nodes = medians(planned)
+    compute = without_waits(medians(references), nodes, waits)
+    return float(compute.sum()), float(nodes.sum()) + median(outside)
 
 
 @cache
-def _drawn(pairs: int) -> NDArray[np.int64]:
-    return np.random.default_rng(0).integers(0, pairs, (_RESAMPLES, pairs))
+def _drawn(pairs: int) -> list[list[int]]:
+    random = Random(0)
+    return [random.choices(range(pairs), k=pairs) for _ in range(_RESAMPLES)]

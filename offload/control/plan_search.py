@@ -18,11 +18,9 @@ from dataclasses import dataclass, field, replace
 from math import nan
 from statistics import median
 
-import numpy as np
-
 from offload.control.estimate import estimated
 from offload.control.limits import Limits
-from offload.control.measured_slowdown import compared, standard_error, without_waits
+from offload.control.measured_slowdown import compared, medians, standard_error, without_waits
 from offload.control.step_cost import StepCost
 from offload.control.tried_plan import TriedPlan, assumed_seconds
 from offload.control.watch import Watch
@@ -195,6 +193,8 @@ class PlanSearch:
     def wanted_peak(self, max_slowdown: float) -> int:
         """Return the bytes that the next plan is to need at its peak. Must be called after the first plan was judged.
 
+        If that plan is predicted to be too slow (`goes_too_far`), another one is made.
+
         `_likely_saved` estimates the bytes saved by a plan that uses most of `max_slowdown`. A measurement may be far
         off, so the estimate is bounded. If one plan kept `max_slowdown` and another, which saves more bytes, did not,
         the next plan saves a number of bytes between the two, at least a quarter of the difference away from either.
@@ -304,7 +304,7 @@ class PlanSearch:
         if any(each.recomputed_bytes for each in self.tried):
             self.recompute_byte_seconds = found.recompute_byte_seconds
         self.steps += 2 * count
-        elapsed, planned = (np.median([cost.nodes for cost in costs], axis=0) for costs in (self.references, steps))
+        elapsed, planned = (medians([cost.nodes for cost in costs]) for costs in (self.references, steps))
         self.reference_node_seconds = without_waits(elapsed, planned, self.waits).tolist()
         return own.slowdown
 
@@ -362,14 +362,20 @@ class PlanSearch:
         """Return whether the last plan kept `max_slowdown`, but this one is predicted to exceed it.
 
         `_likely_saved` assumes that the slowdown grows with the bytes saved. But near the least memory, steps also wait
-        for copies. The prediction includes these waits.
+        for copies. The prediction includes these waits. If more was predicted for the last plan than was measured, the
+        difference is subtracted.
         """
-        seconds_max = (1 + max_slowdown) * plan.compute_seconds
-        return self.tried[-1].slowdown_max <= max_slowdown and plan.expected_seconds > seconds_max
+        last = self.tried[-1]
+        seconds = plan.expected_seconds - max(0.0, -last.unexplained_seconds)
+        return last.slowdown_max <= max_slowdown and seconds > (1 + max_slowdown) * plan.compute_seconds
 
-    def lowers_peak(self, plan: Plan) -> bool:
-        """Return whether this plan needs enough less memory than the last one to be tried (`Limits.peak_step`)."""
-        return plan.peak_bytes < (1 - self.limits.peak_step) * self.tried[-1].plan.peak_bytes
+    def is_worth_trying(self, plan: Plan) -> bool:
+        """Return whether the plan needs over `peak_step` less memory than the last one, or alone is worth its hooks."""
+        last, limits = self.tried[-1].plan, self.limits
+        if plan.peak_bytes < (1 - limits.peak_step) * last.peak_bytes:
+            return True
+        worth, last_worth = (limits.is_worth_hooks(each.peak_bytes, each.unswapped_peak_bytes) for each in (plan, last))
+        return worth and not last_worth
 
     def judged(self, plan: Plan | None) -> TriedPlan | None:
         """Return what is known of a plan that moves the same tensors at the same nodes; None if it was not judged."""

@@ -337,11 +337,11 @@ class SlowdownPromise:
 
     def _plan(self, planned: PlannedStep, trace: Trace) -> Plan:
         options, search, allowed = self._options, planned.search, self._options.max_slowdown
-        room = device_bytes(self._engine.device)
         held_bytes = planned.recipes.held_bytes(planned.recipes.recompute) if planned.recipes is not None else 0
-        make = partial(wanted_plan, trace, planned.link, device_bytes=room, limits=self._limits)
+        make = partial(wanted_plan, trace, planned.link, limits=self._limits, held_bytes=held_bytes)
+        make = partial(make, device_bytes=device_bytes(self._engine.device))
         if allowed is None:
-            return make(options=options, held_bytes=held_bytes)
+            return make(options=options)
         step_seconds = sum(node.seconds for node in trace.nodes)
         effort = self._limits.search_effort(step_seconds, len(trace.tensors), on_cpu=self._on_cpu)
         search.is_settled = False
@@ -358,20 +358,20 @@ class SlowdownPromise:
                 peak = max(least, int(self._limits.worthwhile_peak(kept.peak_bytes)))
                 if not search.may_keep(allowed, kept.peak_bytes - peak):
                     return self._end_search(planned)  # a plan that keeps the promise would save too little
-            make = partial(make, held_bytes=held_bytes, effort=effort)
-            plan = make(options=replace(options, max_slowdown=None, memory_limit=peak))
+            plan = make(options=replace(options, max_slowdown=None, memory_limit=peak), effort=effort)
             if search.goes_too_far(plan, allowed):
-                plan = make(options=replace(options, max_slowdown=search.aim(allowed)))
-                if not search.lowers_peak(plan):
+                wanted = replace(options, max_slowdown=search.aim(allowed), memory_limit=None)
+                plan = make(options=wanted, effort=effort / 2)
+                keeps_limit = options.memory_limit is None or plan.peak_bytes + held_bytes <= options.memory_limit
+                if not (keeps_limit and search.is_worth_trying(plan)):
                     return self._end_search(planned)
             # The search ends if this plan was tried already, or moves nothing.
             return plan if search.is_new(plan) else self._end_search(planned)
-        plan = make(options=replace(options, max_slowdown=allowed), held_bytes=held_bytes, effort=effort)
+        plan = make(options=replace(options, max_slowdown=allowed), effort=effort)
         if not (plan.swaps or plan.recomputes) and trace.tensors and planned.replans < self._limits.replans:
             # No plan whose predicted slowdown is within `max_slowdown` moves tensors. But the prediction may be larger
             # than the actual slowdown. So a plan with a larger prediction is tried, and its slowdown is measured.
-            wanted = self._limits.exploring * allowed
-            return make(options=replace(options, max_slowdown=wanted), held_bytes=held_bytes, effort=effort / 2)
+            return make(options=replace(options, max_slowdown=self._limits.exploring * allowed), effort=effort / 2)
         return plan
 
     def _settle(self, planned: PlannedStep) -> None:

@@ -27,7 +27,7 @@ class TriedPlan:
     measured_error
         The standard error of `measured` (`standard_error`).
     deviation
-        What one pair of a step and a reference step adds to the uncertainty of `measured` (`Comparison.deviation`).
+        The standard error that one pair of a step and a reference step alone would give (`Comparison.deviation`).
     reference_steps
         Number of reference steps from which `measured` was computed.
     compute_seconds

@@ -58,6 +58,7 @@ bool is_right(const Implementation& each) {
   return true;
 }
 
+// Compares the version that this processor chooses with the one by table (which may be the same).
 bool blocks_agree() {
   std::mt19937_64 random(2);
   std::vector<uint8_t> data(20 * kBlockBytes + 8);
