@@ -185,8 +185,9 @@ class Offloaded:
             engine.drain()
             engine.store.quiesce()
             engine.collect()
-            # On an accelerator backward fails in a thread of autograd's own, which drops the failed node after the error
-            # has reached the caller: without offload too, up to 4.5 ms later in 9 of 6,000 calls on a busy machine.
+            # On an accelerator backward fails in a thread of autograd's own, which drops the failed node after the
+            # error has reached the caller: without offload too, up to 4.5 ms later, in 9 of 6,000 calls on a busy
+            # machine.
             deadline = time.monotonic() + 10
             while engine.live_records and time.monotonic() < deadline:
                 time.sleep(0.001)
