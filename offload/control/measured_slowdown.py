@@ -67,26 +67,29 @@ def compared(planned: _Rows, references: _Rows, outside: Sequence[float], waits:
     waits
         The nodes before which reference steps wait for copies (`without_waits`).
     """
-    compute, taken = _seconds(planned, references, outside, waits)
-    pairs = min(len(planned), len(references))
-    rows = [row for row in zip(planned[-pairs:], references[-pairs:], outside[-pairs:], strict=True) if sum(row[1]) > 0]
-    if len(rows) < 2:
+    steps, others, more = (np.asarray(rows, dtype=float) for rows in (planned, references, outside))
+    compute, taken = _seconds(steps, others, more, waits)
+    pairs = min(len(steps), len(others))
+    steps, others, more = steps[-pairs:], others[-pairs:], more[-pairs:]
+    is_pair = others.sum(axis=-1) > 0  # the CPU time of a thread, without that of hooks, can be zero
+    steps, others, more = steps[is_pair], others[is_pair], more[is_pair]
+    pairs = len(steps)
+    if pairs < 2:
         return Comparison(compute, taken, 0.0)
     ratios = []
-    for numbers in _drawn(len(rows)):
-        steps, others, more = zip(*(rows[number] for number in numbers), strict=True)
-        drawn_compute, drawn_taken = _seconds(steps, others, more, waits)
+    for numbers in _drawn(pairs):
+        drawn_compute, drawn_taken = _seconds(steps[numbers], others[numbers], more[numbers], waits)
         ratios.append(drawn_taken / drawn_compute)
     ratios.sort()
     left_out = round(_OUTSIDE * len(ratios))
     half = (ratios[-1 - left_out] - ratios[left_out]) / 2
     # As with the variance of a sample: n pairs that are drawn from n vary by (n − 1) / n of what n new pairs would.
-    return Comparison(compute, taken, half * len(rows) / sqrt(len(rows) - 1))
+    return Comparison(compute, taken, half * pairs / sqrt(pairs - 1))
 
 
-def medians(rows: _Rows) -> _Array:
+def medians(rows: _Rows | _Array) -> _Array:
     """Return the median of each column."""
-    ordered: _Array = np.sort(np.array(rows, dtype=float), axis=0)
+    ordered: _Array = np.sort(np.asarray(rows, dtype=float), axis=0)
     middle: _Array = (ordered[(len(ordered) - 1) // 2] + ordered[len(ordered) // 2]) / 2
     return middle
 
@@ -123,13 +126,11 @@ def standard_error(deviation: float, pairs: int, others: Sequence[float], limits
     return max(deviation, least) / sqrt(pairs)
 
 
-def _seconds(
-    planned: _Rows, references: _Rows, outside: Sequence[float], waits: Collection[int]
-) -> tuple[float, float]:
+def _seconds(planned: _Array, references: _Array, outside: _Array, waits: Collection[int]) -> tuple[float, float]:
     """Return the seconds of the computation, and of the plan's steps."""
     nodes = medians(planned)
     compute = without_waits(medians(references), nodes, waits)
-    return float(compute.sum()), float(nodes.sum()) + median(outside)
+    return float(compute.sum()), float(nodes.sum()) + median(outside.tolist())
 
 
 @cache
