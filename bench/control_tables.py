@@ -109,6 +109,13 @@ def last_change(steps: Sequence[Mapping[str, Any]]) -> int:
     return max((number for number, step in enumerate(steps, 1) if any(map(change_of, step["decisions"]))), default=0)
 
 
+def decisions(steps: Sequence[Mapping[str, Any]]) -> list[tuple[int, str]]:
+    """What the controller logged at level INFO: the number of the step, from 1, and the text."""
+    return [
+        (number, text) for number, step in enumerate(steps, 1) for level, text in step["decisions"] if level == "INFO"
+    ]
+
+
 def peak(steps: Sequence[Mapping[str, Any]]) -> int:
     """The most memory of these steps, in bytes."""
     return max(int(step["peak_bytes"]) for step in steps)

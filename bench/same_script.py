@@ -30,7 +30,7 @@ from offload.units import format_bytes
 FORMAT = "offload-same-script/1"
 RUNS, BESIDE = 10, 3
 FIGURES = ("plain_seconds", "seconds", "ratio", "kept", "plain_peak_bytes", "peak_bytes", "plain_steady_peak_bytes",
-           "steady_peak_bytes", "last_change", "bits_equal", "allocator")  # fmt: skip
+           "steady_peak_bytes", "last_change", "decisions", "bits_equal", "allocator")  # fmt: skip
 BUSY = "while True: pass"
 
 

@@ -25,7 +25,7 @@ import machine
 import models
 from contest import spread
 from contestants import PLAIN, SLOWDOWNS, Contestant
-from control_tables import last_change, peak
+from control_tables import decisions, last_change, peak
 from race import Runner
 from result_file import ResultFile, read_json
 from training import Setting
@@ -81,6 +81,7 @@ def measure(setting: Setting, contestant: Contestant, steps: int | None = None) 
         "plain_steady_peak_bytes": peak(watched[0][settle:]),
         "steady_peak_bytes": peak(watched[1][settle:]),
         "last_change": last_change(watched[1]),
+        "decisions": decisions(watched[1]),
         "slowest_settling": max(own / plain for plain, own in zip(*(each[:settle] for each in seconds), strict=True)),
         "steps_seconds": seconds[1],
         "plain_steps_seconds": seconds[0],

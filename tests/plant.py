@@ -48,6 +48,8 @@ class Plant:
         What a step takes more as soon as it moves anything.
     busy
         Factor by which a neighbour slows every step.
+    first_factor
+        Factor by which the first step of each plan that swaps is slower.
     """
 
     trace: Trace
@@ -56,6 +58,7 @@ class Plant:
     seed: int = 0
     fixed_seconds: float = 0.0
     busy: float = 1.0
+    first_factor: float = 1.0
     steps: list[tuple[bool, float]] = field(default_factory=list)  # whether it was a reference step, and its seconds
     plans: dict[int, Plan] = field(default_factory=dict)  # by the number of the first step that followed it
 
@@ -79,10 +82,12 @@ class Plant:
 
     def measure(self, plan: Plan, *, is_reference: bool) -> Measured:
         """Run a step."""
-        if plan not in self.plans.values():
+        is_first = plan not in self.plans.values()
+        if is_first:
             self.plans[len(self.steps)] = plan
         self._drift = 0.7 * self._drift + self._random.gauss(0, 0.7 * self.noise)
         factor = self.busy * (1 + abs(self._drift + self._random.gauss(0, 0.5 * self.noise)))
+        factor *= self.first_factor if is_first and plan.swaps else 1.0
         own = factor if is_reference else factor * (1 + self._slowed(plan) / self.compute_seconds)
         nodes = tuple(own * node.seconds for node in self.trace.nodes)
         hooks = len(plan.swaps) * self.link.swap_seconds

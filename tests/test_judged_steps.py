@@ -4,11 +4,14 @@ from dataclasses import replace
 from statistics import median
 from types import SimpleNamespace
 
+import plant as machines
 import pytest
+from test_plan_search import STEPS, machine
 
 from offload.control import measured_slowdown, plan_search
 from offload.control.limits import LIMITS
 from offload.control.plan_search import PlanSearch
+from offload.control.planned_step import PlannedStep
 from offload.control.step_cost import StepCost
 from offload.control.tried_plan import TriedPlan
 from offload.plan import Link, Swap, make_plan
@@ -17,7 +20,8 @@ from offload.plan.trace import Node, Recompute, SavedTensor, Trace
 ALLOWED = 0.05
 # A plan's slowdown is what was measured of it, whatever is expected, and its error is that of its own steps.
 MEASURED = replace(LIMITS, plan_spread=1000.0, deviation_min=0.0)
-UNCERTAIN = [1.0, 1.12, 1.04, 1.06, 1.1, 1.02, 1.0, 1.04]  # noise hides whether steps are more than 5 % slower
+EIGHT_UNCERTAIN = [1.0, 1.12, 1.04, 1.06, 1.1, 1.02, 1.0, 1.04]
+UNCERTAIN = [*EIGHT_UNCERTAIN, 1.0, 1.12, 1.04, 1.06]  # noise hides whether steps are more than 5 % slower
 
 
 def recomputing_plan(byte_seconds, *, waits, number=2):
@@ -127,8 +131,8 @@ def slowdown_beside_waits(waits=frozenset({1, 6})):
     """
     search = PlanSearch(MEASURED, waits=waits)
     nodes = (1.0, 1.3, 1.3, 1.3, 1.15, 1.15, 1.3, 1.15)
-    search.references.extend([StepCost(sum(nodes), nodes, sum(nodes), sum(nodes))] * LIMITS.judged_steps)
-    steps = [StepCost(9.0, (1.1,) * 8, 9.0, 8.8)] * LIMITS.judged_steps
+    search.references.extend([StepCost(sum(nodes), nodes, sum(nodes), sum(nodes))] * LIMITS.judged_steps_max)
+    steps = [StepCost(9.0, (1.1,) * 8, 9.0, 8.8)] * LIMITS.judged_steps_max
     return search.judge(recomputing_plan(0.0, waits=False), steps, 0.0), search.reference_node_seconds
 
 
@@ -177,11 +181,12 @@ def judged_after(ratios, limits=MEASURED, *, allowed=ALLOWED):
         ([1.06] * 8, 0.06, 3, False),
         ([1.1, 1.14, 1.12] * 3, 0.12, 3, False),
         ([0.96, 1.08, 1.02, 1.0] * 2, 0.01, 8, True),
-        (UNCERTAIN, 0.04, 8, False),
+        (UNCERTAIN, 0.04, 12, False),
+        ([*EIGHT_UNCERTAIN, 1.03, 1.04, 1.03, 1.04], 0.04, 9, True),
         ([1.0, 1.1], None, 2, None),
         ([1.01, 1.01, 1.3] + [1.01] * 5, 0.01, 5, True),
         ([1.01, 1.3, 1.08] + [1.01] * 5, 0.01, 7, True),
-        ([0.5, 0.52, 0.6, 1.0, 1.02, 1.01, 1.0, 1.02], 0.0, 8, False),
+        ([0.5, 0.52, 0.6, 1.0, 1.02, 1.01, 1.0, 1.02, 0.5, 0.52, 0.6, 1.0], 0.0, 12, False),
     ],
 )
 def test_steps_are_measured_until_noise_can_be_told_from_the_slowdown(ratios, slowdown, count, kept):
@@ -200,16 +205,17 @@ def test_without_the_margin_a_lucky_plan_is_kept():
     assert search.best(ALLOWED) is not None
 
 
-ALIKE_BY_CHANCE = [1.03, 1.031, 1.06, 1.1, 1.0, 1.08, 1.02, 1.09]  # two of the first three steps agree by chance
-FIVE_ALIKE_BY_CHANCE = [1.03, 1.04, 1.06, 1.02, 1.03, 1.09, 1.1, 1.08]
+# Two of the first three steps agree by chance, or the first five.
+ALIKE_BY_CHANCE = [1.03, 1.031, 1.06, 1.1, 1.0, 1.08, 1.02, 1.09, 1.03, 1.04]
+FIVE_ALIKE_BY_CHANCE = [1.03, 1.04, 1.06, 1.02, 1.03, 1.09, 1.1, 1.08, 1.03, 1.04, 1.06, 1.02]
 
 
 @pytest.mark.parametrize(
     ("ratios", "changed", "count", "kept"),
     [
-        (ALIKE_BY_CHANCE, {}, 8, False),
+        (ALIKE_BY_CHANCE, {}, 9, True),
         (ALIKE_BY_CHANCE, {"measurements_before_keeping": 3, "margins_before_keeping": 1.0}, 3, True),
-        (FIVE_ALIKE_BY_CHANCE, {}, 8, False),
+        (FIVE_ALIKE_BY_CHANCE, {}, 12, False),
         (FIVE_ALIKE_BY_CHANCE, {"margins_before_keeping": 1.0}, 5, True),
         ([1.03] * 8, {}, 5, True),
         ([1.03] * 8, {"measurements_before_keeping": 3}, 3, True),
@@ -221,6 +227,22 @@ def test_a_first_plan_is_not_kept_because_some_steps_agree(ratios, changed, coun
     assert (steps, search.best(ALLOWED) is not None) == (count, kept)
 
 
+def test_later_plans_are_judged_after_fewer_pairs_of_steps():
+    search = PlanSearch(MEASURED)
+    assert wanted_references(search) == LIMITS.judged_steps_max
+    search, _, _ = judged_after([1.10, 1.16, 1.13])
+    search.forget_steps()
+    assert wanted_references(search) == LIMITS.judged_steps < LIMITS.judged_steps_max
+
+
+def wanted_references(search):
+    """How many reference steps are due beside many steps of the plan."""
+    while search.is_due(plan_steps=100):
+        search.begun += 1
+        search.references.append(StepCost(8.0, (1.0,) * 8, 8.0, 8.0))
+    return search.begun
+
+
 def test_later_plans_are_kept_after_three_steps():
     search, _, _ = judged_after([1.10, 1.16, 1.13])
     search.forget_steps()
@@ -228,6 +250,36 @@ def test_later_plans_are_kept_after_three_steps():
     steps = [StepCost(8.24, (1.03,) * 8, 8.24, 8.24)] * 3
     assert search.judge(recomputing_plan(0.0, waits=True), steps, ALLOWED) is not None
     assert search.best(ALLOWED) is not None
+
+
+def measured_errors(seed, first_factor):
+    """The plans of a search: how far what was measured of each may be off."""
+    plant, profiled, calibrated = machine(seed)
+    plant.first_factor = first_factor
+    planned, _ = machines.run(plant, profiled, calibrated, STEPS, max_slowdown=ALLOWED)
+    return [each.measured_error for each in planned.search.tried]
+
+
+@pytest.mark.parametrize("seed", [1, 6])
+def test_the_first_step_of_a_plan_does_not_count(seed):
+    assert len(measured_errors(seed, 1.0)) > 1
+    assert measured_errors(seed, 1.5) == measured_errors(seed, 1.0)
+
+
+@pytest.mark.parametrize("seed", [1, 6])
+def test_otherwise_a_later_plan_would_be_judged_by_it(seed, monkeypatch):
+    """A mutant: the first step is stored twice."""
+    take_in = PlannedStep._take_in
+
+    def take_in_twice(planned, *args):
+        is_first = not planned.costs
+        row = take_in(planned, *args)
+        if is_first:
+            planned.costs.append(planned.costs[0])
+        return row
+
+    monkeypatch.setattr(PlannedStep, "_take_in", take_in_twice)
+    assert measured_errors(seed, 1.5)[1] > 10 * measured_errors(seed, 1.0)[1]
 
 
 def test_a_program_that_starts_is_seen_in_the_last_reference_steps():

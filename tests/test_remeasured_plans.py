@@ -180,15 +180,14 @@ def test_a_plan_that_has_become_too_slow_is_searched_anew_instead(monkeypatch, c
     def neighbour(number):
         plant.busy = 1.5 if 30 < number < 5 * every and (number + 1) % every else 1.0
 
-    plant, profiled, calibrated = machine(9, noise=0.06)
-    plant.reseed(2009)
+    plant, profiled, calibrated = machine(3, noise=0.06)  # there the search ends before step 30
     limits = replace(LIMITS, remeasure_steps=3 * every)  # at the third comparison
     machines.run(plant, profiled, calibrated, 3 * every + 2, neighbour, limits=limits, max_slowdown=ALLOWED)
     assert "searching again" in caplog.text
     assert "measuring a plan again" not in caplog.text
 
 
-@pytest.mark.parametrize("seed", [9, 21])
+@pytest.mark.parametrize("seed", [9, 12])
 def test_a_long_training_gets_the_plan_that_a_short_search_could_not_prove(seed, caplog):
     _, before, _ = run(seed, 300, NEVER)
     caplog.set_level(logging.INFO, "offload")

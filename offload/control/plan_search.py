@@ -91,7 +91,12 @@ class PlanSearch:
 
     def __post_init__(self) -> None:
         self.watch = Watch(self.limits)
-        self.references = deque(maxlen=self.limits.judged_steps)
+        self.references = deque(maxlen=self.limits.judged_steps_max)
+
+    @property
+    def pairs_max(self) -> int:
+        """How many steps of the present plan, and as many reference steps, are judged at most."""
+        return self.limits.judged_steps if self.tried else self.limits.judged_steps_max
 
     @property
     def is_shared(self) -> bool:
@@ -177,14 +182,14 @@ class PlanSearch:
 
         Reference steps alternate with steps of the plan, so that other programs slow both kinds alike. The first step
         of a new plan is not a reference step: planning already delays this step, and the waits of a reference step
-        would delay it further. No more are due once `judged_steps` reference steps of the plan have been measured.
+        would delay it further. No more are due once `pairs_max` reference steps of the plan have been measured.
 
         Parameters
         ----------
         plan_steps
             Number of steps that have followed the present plan, without its reference steps.
         """
-        return len(self.references) < self.limits.judged_steps and self.begun < plan_steps
+        return len(self.references) < self.pairs_max and self.begun < plan_steps
 
     def learn(self, link: Link) -> Link:
         """Return the link with the estimated cost of a copied byte; unchanged while no plan has swapped."""
@@ -266,9 +271,10 @@ class PlanSearch:
             until all of these hold: (1) the estimated slowdown differs from the limit by at least its margin of error;
             (2) the estimated and the measured slowdown are on the same side of the limit; (3) the measured slowdown is
             not below zero by more than its standard error; (4) another plan of this search has been judged, or the
-            estimated slowdown exceeds the limit, or is far below it (`Limits.margins_before_keeping`); (5) this plan
-            has not been judged before. After `judged_steps` steps of each kind, the plan is judged in any case. If it
-            has been judged before, by reference steps of the same kind, both measurements count.
+            estimated slowdown exceeds the limit, or is far below it (`Limits.margins_before_keeping`), or there are
+            `judged_steps` of each kind; (5) this plan has not been judged before. After `pairs_max` steps of each kind,
+            the plan is judged in any case. If it has been judged before, by reference steps of the same kind, both
+            measurements count.
         keeps_all
             Whether the reference steps keep every tensor.
         """
@@ -295,9 +301,10 @@ class PlanSearch:
         is_clear = abs(own.slowdown - max_slowdown) >= own.error and own.measured >= -own.measured_error
         is_clear = is_clear and (own.slowdown > max_slowdown) == (own.measured > max_slowdown)
         is_far = own.slowdown + self.limits.margins_before_keeping * own.error <= max_slowdown
-        may_keep = bool(others) or (is_far and count >= self.limits.measurements_before_keeping)
+        is_far = is_far and count >= self.limits.measurements_before_keeping
+        may_keep = bool(others) or is_far or count >= self.limits.judged_steps
         is_clear = is_clear and earlier is None and (may_keep or own.slowdown > max_slowdown)
-        if not is_clear and count < self.limits.judged_steps:
+        if not is_clear and count < self.pairs_max:
             return None
         self.expected_byte_seconds = expected
         self.tried, self.byte_seconds = found.tried, found.byte_seconds

@@ -151,7 +151,7 @@ class PlannedStep:
         self.search = PlanSearch(self.limits)
         self.node_seconds = deque(maxlen=self.limits.measurements)
         self.step_seconds = deque(maxlen=self.limits.measurements)
-        self.costs = deque(maxlen=self.limits.judged_steps)
+        self.costs = deque(maxlen=self.limits.judged_steps_max + 1)  # the first step of a plan is not judged
         self.swap_seconds = deque(maxlen=self.limits.measurements)
         self.recompute_seconds = deque(maxlen=self.limits.measurements)
         self.activation_bytes = deque(maxlen=self.limits.measurements)

@@ -225,11 +225,12 @@ class SlowdownPromise:
                 )
                 planned.restart_search()
             return False
-        if search.are_disturbed(planned.costs) and search.repeats < self._limits.repeats:
+        costs = [*planned.costs][1:]  # the first step of a plan also allocates what was released while it was made
+        if search.are_disturbed(costs) and search.repeats < self._limits.repeats:
             planned.measure_again()
             return False
         keeps_all = planned.reference is not None and not planned.reference.is_serial
-        if search.judge(plan, planned.costs, allowed, keeps_all=keeps_all) is None:
+        if search.judge(plan, costs, allowed, keeps_all=keeps_all) is None:
             return False
         reason = search.reason_to_move(allowed, least_feasible_limit(plan.trace))
         limits = self._limits
