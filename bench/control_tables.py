@@ -1,9 +1,10 @@
-"""Tables of what the controller does: the results of `settling.py` and `same_script.py`. Needs no torch."""
+"""Tables of what the controller does: the results of `settling.py`, `same_script.py` and `pairs.py`. Needs no torch."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from statistics import median
+from math import ceil, sqrt
+from statistics import NormalDist, median
 from typing import Any
 
 from table import EQUAL, GRADIENTS, NETWORKS, NOT_REACHED, UNEQUAL, Row, Table, processor_of
@@ -13,6 +14,9 @@ from offload.units import format_bytes, format_seconds
 SLOW = 2.0  # times plain: the target for every step but the profiled and the trial ones
 SETTLED_BY = 20  # steps
 SPREAD_MAX = 0.1  # of the memory of the same script
+KEPT_SHARE = 0.9  # of searches that begin with the same plan
+PAIRS_IN_TIME = 8  # pairs of steps that a search can measure before step `SETTLED_BY`
+FIRST_STEPS = 3  # before the first pair: the profiled and the trial step, and the first step of the plan
 WENT_BACK = "back to"
 CHANGES = {  # of the plan, as logged
     "new plan": "new plan",
@@ -73,6 +77,50 @@ def same_script_table(content: Mapping[str, Any]) -> Table:
         f"{SPREAD_MAX:.0%}, and the slowdown is kept within 1 % of noise."
     )
     return Table("The same script again", columns, rows, content["machine"], note=note, page="targets")
+
+
+def pairs_table(content: Mapping[str, Any]) -> Table:
+    """How exactly a slowdown is known from some pairs of steps, and how often the plan would be kept."""
+    columns = ["network", "slowdown", "pairs of steps", "known at step", "off by", "error found", "kept in", ""]
+    rows, needed = [], []
+    for row in content["rows"]:
+        name = NETWORKS.get(row["family"], row["family"])
+        for each in row["counts"]:
+            cells = [
+                name,
+                f"{row['all']:.1%}",
+                str(each["count"]),
+                str(FIRST_STEPS + 2 * each["count"] + 1),
+                *(f"{100 * each[key]:.2f} points" for key in ("deviation", "error")),
+                f"{each['kept']:.0%}",
+            ]
+            is_short = each["count"] == PAIRS_IN_TIME and each["kept"] < KEPT_SHARE
+            mark = NOT_REACHED if is_short else ""
+            rows.append(Row(f"pairs / {row['family']} {each['count']}", [*cells, mark], mark))
+        pairs = pairs_needed(row)
+        needed.append(f"{name}: {f'about {pairs}' if pairs else 'no number of'} pairs")
+    limits = sorted({f"{row['max_slowdown']:.0%}" for row in content["rows"]})
+    note = (
+        "Each network follows the first plan of a search with the default `max_slowdown`, in turn with reference "
+        "steps. *Off by*: the standard deviation of the slowdowns that searches would find from so many consecutive "
+        "pairs of steps. *Error found*: the mean standard error that they would find. *Kept in*: how often slowdown "
+        f"plus standard error is at most {', '.join(limits)}. The target of {SETTLED_BY} steps leaves time for "
+        f"{PAIRS_IN_TIME} pairs. Computed from *off by* with {PAIRS_IN_TIME} pairs, to keep the plan in "
+        f"{KEPT_SHARE:.0%} of all searches takes: {'; '.join(needed)}."
+    )
+    return Table("How exactly a slowdown is known", columns, rows, content["machine"], note=note, page="targets")
+
+
+def pairs_needed(row: Mapping[str, Any]) -> int:
+    """How many pairs of steps a search has to measure to keep the plan in `KEPT_SHARE` of all cases; 0: no number.
+
+    Slowdowns from n pairs are taken as normally distributed, with a deviation that shrinks with √n. The plan is kept if
+    the slowdown is below the limit by one standard error.
+    """
+    found = next(each for each in row["counts"] if each["count"] == PAIRS_IN_TIME)
+    below = row["max_slowdown"] - row["all"]
+    errors = NormalDist().inv_cdf(KEPT_SHARE) + 1
+    return ceil((errors * found["deviation"] * sqrt(PAIRS_IN_TIME) / below) ** 2) if below > 0 else 0
 
 
 def note(run: Mapping[str, Any]) -> str:

@@ -26,7 +26,7 @@ from offload.devices import allocator
 
 STEPS_TO_WARM_UP = 2  # the first is recorded, the second follows the schedule
 STEPS_TO_SETTLE = 3  # the first is recorded, and in it memory is pinned or the file grows
-STEPS_TO_STEADY_MAX = 60  # a search measures 36 steps or a few more, and may repeat some that were disturbed
+STEPS_TO_STEADY_MAX = 60  # a search measures 36 steps or some more, and may repeat some that were disturbed
 STEPS_PER_HASH = 8
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of a value
 CHECKSUM_VALUES = 1 << 24  # values in one sum of a checksum; their products take 8 bytes each

@@ -56,4 +56,5 @@ def test_a_short_run_alone_and_beside_another_program(tmp_path: Path) -> None:
     runs = json.loads(out.read_text(encoding="utf-8"))["runs"]
     assert [each["beside"] for each in runs] == [False, True]
     assert all(each["bits_equal"] and each["peak_bytes"] > 0 for each in runs)
+    assert all(any(text.startswith("new plan") for _, text in each["decisions"]) for each in runs)
     assert len(rows_of(out, tmp_path)) == 3

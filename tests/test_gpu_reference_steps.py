@@ -18,9 +18,9 @@ from offload.devices.memory import free_bytes
 
 pytestmark = pytest.mark.gpu
 
-STEPS, WIDTH, ROWS = 14, 64, 2048
+STEPS, WIDTH, ROWS = 16, 64, 2048
 # A plan is judged after three steps of each kind, however much they vary, and whatever it saves.
-QUICK = replace(LIMITS, judged_steps=3, uneven=1e9, worth_hooks=0, worth_bytes=0, recheck_steps=2)
+QUICK = replace(LIMITS, judged_steps=3, judged_steps_max=3, uneven=1e9, worth_hooks=0, worth_bytes=0, recheck_steps=2)
 
 
 def train(**knobs):

@@ -52,18 +52,19 @@ class Limits:
     measurements_before_keeping, margins_before_keeping
         The first plan of a search is kept after `measurements_before_keeping` of its steps, and as many reference
         steps, if its estimated slowdown is below `max_slowdown` by at least `margins_before_keeping` times its margin
-        of error; from `judged_steps` of each kind on, once is enough. The margin follows from the deviation of its own
-        steps alone, which for few steps is often small by chance. For a later plan, at least half of the median
-        deviation of all plans is assumed (`standard_error`). A plan that is wrongly rejected costs memory, but does
-        not break the promise.
+        of error; after `judged_steps` of each kind, a difference of one margin is enough. The margin follows from the
+        deviation of its own steps alone, which for few steps is often small by chance. For a later plan, at least half
+        of the median deviation of all plans is assumed (`standard_error`). A plan that is wrongly rejected costs
+        memory, but does not break the promise.
     judged_steps, judged_steps_max, standard_errors
         The slowdown of a plan has a margin of error: `standard_errors` times its standard error. With `max_slowdown`,
         the steps of a plan and its reference steps are measured until slowdown and `max_slowdown` differ by more than
-        the margin, at most `judged_steps` of each; for the first plan of a search, which needs little memory and is
-        often near `max_slowdown`, at most `judged_steps_max`. The measured slowdown comes from the plan's own steps;
-        the estimated one also uses those of other plans (`estimate.py`). A plan keeps `max_slowdown` if two bounds are
-        at most `max_slowdown`: the estimated slowdown plus its margin, and the measured one minus its standard error
-        (`TriedPlan.slowdown_max`).
+        the margin, at most `judged_steps` of each. For the first plan of a search it is `judged_steps_max`: this plan
+        is often near `max_slowdown`. (With more than `judged_steps` of each kind, it is kept only after
+        `judged_steps_max`.) The first step of a plan does not count. The measured slowdown comes from the plan's own
+        steps; the estimated one also uses those of other plans (`estimate.py`). A plan keeps `max_slowdown` if two
+        bounds are at most `max_slowdown`: the estimated slowdown plus its margin, and the measured one minus its
+        standard error (`TriedPlan.slowdown_max`).
     cost_spread, cost_spread_more, fixed_spread, plan_spread, predicted_spread
         Standard deviations that `estimate.py` assumes before plans are measured.
 
@@ -80,7 +81,7 @@ class Limits:
     search_steps
         The search for a plan ends once at least this many steps, reference steps included, have been measured to judge
         plans. A plan takes at least six, three of each kind; the first one 10 to 24 if it seems to keep
-        `max_slowdown`. After 24 steps and two other plans, a fourth can be judged.
+        `max_slowdown`. After 24 steps and one other plan, a third can be judged.
     steady_measured_every, device_measured_every
         Once the plan agrees with the measurements, one step in `steady_measured_every` is measured on the CPU, and one
         in `device_measured_every` on an accelerator: there, measuring a step records an event for each node and two for

@@ -265,16 +265,16 @@ class PlanSearch:
         plan
             The present plan.
         steps
-            Its last measured steps, without reference steps.
+            Its last measured steps, without its first one and without reference steps.
         max_slowdown
             The limit on the slowdown. Returns None before `measurements_before_judging` steps of each kind, and then
             until all of these hold: (1) the estimated slowdown differs from the limit by at least its margin of error;
             (2) the estimated and the measured slowdown are on the same side of the limit; (3) the measured slowdown is
             not below zero by more than its standard error; (4) another plan of this search has been judged, or the
             estimated slowdown exceeds the limit, or is far below it (`Limits.margins_before_keeping`), or there are
-            `judged_steps` of each kind; (5) this plan has not been judged before. After `pairs_max` steps of each kind,
-            the plan is judged in any case. If it has been judged before, by reference steps of the same kind, both
-            measurements count.
+            exactly `judged_steps` of each kind; (5) this plan has not been judged before. After `pairs_max` steps of
+            each kind, the plan is judged in any case. If it has been judged before, by reference steps of the same
+            kind, both measurements count.
         keeps_all
             Whether the reference steps keep every tensor.
         """
@@ -302,7 +302,7 @@ class PlanSearch:
         is_clear = is_clear and (own.slowdown > max_slowdown) == (own.measured > max_slowdown)
         is_far = own.slowdown + self.limits.margins_before_keeping * own.error <= max_slowdown
         is_far = is_far and count >= self.limits.measurements_before_keeping
-        may_keep = bool(others) or is_far or count >= self.limits.judged_steps
+        may_keep = bool(others) or is_far or count in (self.limits.judged_steps, self.limits.judged_steps_max)
         is_clear = is_clear and earlier is None and (may_keep or own.slowdown > max_slowdown)
         if not is_clear and count < self.pairs_max:
             return None

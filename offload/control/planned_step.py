@@ -80,7 +80,7 @@ class PlannedStep:
         By tensor id: duration of recomputation in measured steps, divided by its duration in the trial step. Measured
         for all tensors of a plan together, so it is the same for all of them.
     costs
-        The plan's last measured steps, to be compared with reference steps.
+        The plan's last measured steps. All but the first are compared with reference steps.
     starts
         When each node of the last measured step began, in seconds after the first node.
     late
@@ -246,7 +246,7 @@ class PlannedStep:
     def measure_again(self) -> None:
         """Measure the plan again: other programs slowed its steps, or reference steps cannot keep every tensor now."""
         self.search.repeats += 1
-        self.search.steps += len(self.costs) + len(self.search.references)
+        self.search.steps += max(0, len(self.costs) - 1) + len(self.search.references)
         self.reference = None  # whether it may keep every tensor depends on the free memory, which may have changed
         self._forget_measured_steps()
 
