@@ -1,6 +1,6 @@
 """How exactly a plan's slowdown is known from a few pairs of steps, and how many pairs a search needs to keep the plan.
 
-    python bench/pairs.py --json bench/results/pairs-cpu-DATE.json [--family NAME …] [--pairs N]
+    offload run -- python bench/pairs.py --json bench/results/pairs-cpu-DATE.json [--family NAME …] [--pairs N]
 
 Each network follows the first plan of a search with the default `max_slowdown`. A pair is a reference step and the step
 of this plan after it. No plan is judged: the first one is followed until all pairs have been measured. Then all windows
