@@ -274,17 +274,15 @@ def test_the_first_step_of_a_plan_does_not_count(seed):
 
 @pytest.mark.parametrize("seed", [1, 6])
 def test_otherwise_a_later_plan_would_be_judged_by_it(seed, monkeypatch):
-    """A mutant: the first step is stored twice, so one copy of it is judged."""
+    """A mutant."""
     take_in = PlannedStep._take_in
 
-    def take_in_twice(planned, *args):
-        is_first = not planned.costs
-        row = take_in(planned, *args)
-        if is_first:
-            planned.costs.append(planned.costs[0])
-        return row
+    def take_in_all(planned, measured, recompute_seconds):
+        if not planned.step_seconds:
+            planned.costs.append(StepCost.of(measured))
+        return take_in(planned, measured, recompute_seconds)
 
-    monkeypatch.setattr(PlannedStep, "_take_in", take_in_twice)
+    monkeypatch.setattr(PlannedStep, "_take_in", take_in_all)
     assert measured_errors(seed, 1.5)[1] > 10 * measured_errors(seed, 1.0)[1]
 
 

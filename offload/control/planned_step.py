@@ -80,7 +80,7 @@ class PlannedStep:
         By tensor id: duration of recomputation in measured steps, divided by its duration in the trial step. Measured
         for all tensors of a plan together, so it is the same for all of them.
     costs
-        The plan's last measured steps. All but the first are compared with reference steps.
+        The plan's last measured steps without its first one, to be compared with reference steps.
     starts
         When each node of the last measured step began, in seconds after the first node.
     late
@@ -151,7 +151,7 @@ class PlannedStep:
         self.search = PlanSearch(self.limits)
         self.node_seconds = deque(maxlen=self.limits.measurements)
         self.step_seconds = deque(maxlen=self.limits.measurements)
-        self.costs = deque(maxlen=self.limits.judged_steps_max + 1)  # the first step of a plan is not judged
+        self.costs = deque(maxlen=self.limits.judged_steps_max)
         self.swap_seconds = deque(maxlen=self.limits.measurements)
         self.recompute_seconds = deque(maxlen=self.limits.measurements)
         self.activation_bytes = deque(maxlen=self.limits.measurements)
@@ -246,7 +246,7 @@ class PlannedStep:
     def measure_again(self) -> None:
         """Measure the plan again: other programs slowed its steps, or reference steps cannot keep every tensor now."""
         self.search.repeats += 1
-        self.search.steps += max(0, len(self.costs) - 1) + len(self.search.references)
+        self.search.steps += len(self.costs) + len(self.search.references)
         self.reference = None  # whether it may keep every tensor depends on the free memory, which may have changed
         self._forget_measured_steps()
 
@@ -322,8 +322,7 @@ class PlannedStep:
         # Recomputation runs in hooks: it is part of the time of hooks, not of the durations of nodes.
         moved = len(plan.swaps) + len(plan.recomputes)
         if moved:
-            in_hooks = max(0.0, measured.hook_seconds - recompute_seconds)
-            self.swap_seconds.append(in_hooks / moved)
+            self.swap_seconds.append(max(0.0, measured.hook_seconds - recompute_seconds) / moved)
         tried = self.recipes.seconds_of(plan) if self.recipes is not None else 0.0
         if tried and measured.hook_seconds:  # zero on an accelerator: hooks are not timed there
             self.recompute_seconds.append(recompute_seconds)
@@ -335,7 +334,8 @@ class PlannedStep:
         more_waits = max(0.0, measured.stall_seconds - measured.hook_seconds - predicted_waits)
         slowed = plan.overhead_seconds - len(plan.swaps) * plan.link.swap_seconds
         self.node_seconds.append(_without_slowing(measured.node_seconds, max(0.0, slowed - more_waits)))
-        self.costs.append(StepCost.of(measured))
+        if self.step_seconds:  # on the CPU, a plan's first step also allocates what was released before it
+            self.costs.append(StepCost.of(measured))
         self.step_seconds.append(measured.step_seconds)
         self.starts = measured.starts
         if node_log.isEnabledFor(logging.DEBUG):

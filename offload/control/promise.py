@@ -225,7 +225,7 @@ class SlowdownPromise:
                 )
                 planned.restart_search()
             return False
-        costs = [*planned.costs][1:][-search.pairs_max :]  # the first one also allocates what was released before it
+        costs = [*planned.costs][-search.pairs_max :]
         if search.are_disturbed(costs) and search.repeats < self._limits.repeats:
             planned.measure_again()
             return False

@@ -139,8 +139,7 @@ def _slowdown(main: Any) -> float | None:
         judged = main.search.judged(main.plan)
         if judged is not None:
             return judged.measured
-        costs = [*main.costs][1:] or main.costs
-        taken, computed = [cost.step for cost in costs], [cost.computed for cost in costs]
+        taken, computed = [cost.step for cost in main.costs], [cost.computed for cost in main.costs]
     else:
         taken, computed = list(main.step_seconds), list(main.compute_seconds)
     return median(taken) / median(computed) - 1 if taken and median(computed) > 0 else None
