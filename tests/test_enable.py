@@ -215,9 +215,14 @@ def test_the_postfix_of_a_progress_bar():
 def test_the_postfix_has_the_slowdown_once_it_is_known():
     model = Net()
     with offload.enable(model, "smallest", min_tensor_bytes=1) as handle:
-        for _ in range(12):
+        slowdowns = set()
+        for _ in range(40):
             step(model)
-        assert re.fullmatch(r"[+-]\d+\.\d %", handle.postfix()["slowdown"])
+            slowdowns.add(handle.postfix().get("slowdown"))
+    known = slowdowns - {None}
+    assert None in slowdowns, "the first step is profiled"
+    assert known
+    assert all(re.fullmatch(r"[+-]\d+\.\d %", each) for each in known)
 
 
 def test_the_plan_says_when_there_will_be_one():
