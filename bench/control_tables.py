@@ -1,4 +1,7 @@
-"""Tables of what the controller does: the results of `settling.py`, `same_script.py` and `pairs.py`. Needs no torch."""
+"""Tables of what the controller does: the results of `settling.py`, `same_script.py`, `mallocs.py` and `pairs.py`.
+
+Needs no torch.
+"""
 
 from __future__ import annotations
 
@@ -46,6 +49,7 @@ def settling_tables(content: Mapping[str, Any]) -> Iterator[Table]:
 def same_script_table(content: Mapping[str, Any]) -> Table:
     """How much memory varies between runs of the same script."""
     columns = ["runs", GRADIENTS, "memory", "spread of memory", "memory over plain", "step over plain", "kept", ""]
+    malloc = " and ".join(sorted({run["allocator"] for run in content["runs"]}))
     groups = {
         "alone": [run for run in content["runs"] if not run["beside"]],
         "beside another program": [run for run in content["runs"] if run["beside"]],
@@ -69,14 +73,44 @@ def same_script_table(content: Mapping[str, Any]) -> Table:
             f"{kept} of {len(runs)}",
             mark,
         ]
-        rows.append(Row(f"same script / {name}", cells, mark))
+        rows.append(Row(f"same script, {malloc} / {name}", cells, mark))
     note = (
         f"The {NETWORKS.get(content['family'], content['family'])} with default settings, each time in a new process "
-        "that measures the link itself, in turn with plain steps. The other program computes on one processor, beside "
-        "plain steps too. *Spread*: from the least to the most memory, relative to the median. The target: at most "
-        f"{SPREAD_MAX:.0%}, and the slowdown is kept within 1 % of noise."
+        f"(with {malloc}) that measures the link itself, in turn with plain steps. The other program computes on one "
+        "processor, beside plain steps too. *Spread*: from the least to the most memory, relative to the median. The "
+        f"target: at most {SPREAD_MAX:.0%}, and the slowdown is kept within 1 % of noise."
     )
-    return Table("The same script again", columns, rows, content["machine"], note=note, page="targets")
+    return Table(f"The same script again, {malloc}", columns, rows, content["machine"], note=note, page="targets")
+
+
+def mallocs_table(content: Mapping[str, Any]) -> Table:
+    """Memory and time with each malloc, and how much memory varies between processes."""
+    columns = ["network", "malloc", GRADIENTS, "plain memory", "memory", "spread of memory", "plain step",
+               "step over plain"]  # fmt: skip
+    groups: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
+    for row in content["rows"]:
+        groups.setdefault((row["family"], row["malloc"]), []).append(row)
+    rows = []
+    for (family, malloc), runs in groups.items():
+        plain, own = ([run[way]["peak_bytes"] for run in runs] for way in ("plain", "offloaded"))
+        cells = [
+            NETWORKS.get(family, family),
+            malloc,
+            EQUAL if all(run["bits_equal"] for run in runs) else UNEQUAL,
+            *(f"{format_bytes(min(peaks))}–{format_bytes(max(peaks))}" for peaks in (plain, own)),
+            f"{(max(own) - min(own)) / median(own):.0%}",
+            format_seconds(median(run["plain"]["seconds"] for run in runs)),
+            f"{median(run['offloaded']['seconds'] / run['plain']['seconds'] for run in runs):.2f} ×",
+        ]
+        rows.append(Row(f"mallocs / {family} {malloc}", cells))
+    counts = sorted({len(runs) for runs in groups.values()})
+    note = (
+        f"Medians of {' or '.join(map(str, counts))} rounds. In each, new processes with each malloc take turns: one "
+        "trains plain, one with `max_slowdown=0.25`, which almost always keeps its first plan. The first four steps "
+        "are not timed; memory is that of all steps. *Spread*: from the least to the most memory, relative to the "
+        "median."
+    )
+    return Table("Mallocs", columns, rows, content["machine"], note=note)
 
 
 def pairs_table(content: Mapping[str, Any]) -> Table:

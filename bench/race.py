@@ -45,6 +45,8 @@ class OverCap(Exception):
 class Runner:
     """One worker process; as a context manager, it always ends the process.
 
+    `malloc`: the one to preload; by default the first that is installed.
+
     Raises
     ------
     Inapplicable
@@ -64,6 +66,7 @@ class Runner:
         settle: int | None = None,
         seconds_max: float = RUN_SECONDS_MAX,
         watch: bool = False,
+        malloc: str = "",
     ) -> None:
         contestants.check_device(contestant, setting.device)
         self.contestant = contestant
@@ -73,7 +76,8 @@ class Runner:
         task = {"setting": setting.to_dict(), "contestant": contestant.name, "cap_bytes": cap_bytes}
         task["watch"] = watch
         task["settle"] = settle
-        environment = dict(os.environ) if setting.device == "cuda" else allocator.preload_environment()
+        is_unchanged = setting.device == "cuda" or malloc == "glibc"
+        environment = dict(os.environ) if is_unchanged else allocator.preload_environment(name=malloc)
         environment.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         root = str(Path(__file__).resolve().parents[1])
         known = environment.get("PYTHONPATH")

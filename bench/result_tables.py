@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from control_tables import pairs_table, same_script_table, settling_tables
+from control_tables import mallocs_table, pairs_table, same_script_table, settling_tables
 from recomputation_tables import coverage_table, recomputation_table, recording_table
 from step_tables import demo_machine, demo_rows, frontiers, largest_tables
 from table import EQUAL, GRADIENTS, NOT_REACHED, PEER_BETTER, UNEQUAL, Row, Table, processor_of
@@ -97,6 +97,8 @@ def read(path: Path) -> list[Table]:
         return [sweep_table(content)]
     if content.get("format") == "offload-same-script/1":
         return [same_script_table(content)]
+    if content.get("format") == "offload-mallocs/1":
+        return [mallocs_table(content)]
     if content.get("format") == "offload-pairs/1":
         return [pairs_table(content)]
     if content.get("format") == "offload-settling/1":

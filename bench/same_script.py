@@ -1,6 +1,7 @@
 """How much the memory of the same script varies: it runs ten times alone, and three times beside another program.
 
-    python bench/same_script.py --json bench/results/same-script-cpu-DATE.json [--family NAME] [--runs N] [--beside N]
+    python bench/same_script.py --json bench/results/same-script-cpu-DATE.json [--family NAME] [--malloc NAME]
+                                [--runs N] [--beside N]
 
 Each run is a new process that trains a network with the default `max_slowdown`, step by step in turn with plain
 training in a second process. It measures the link itself: no run reads what an earlier one has cached. The other
@@ -25,6 +26,7 @@ import slowdown
 from result_file import ResultFile
 from training import Setting
 
+from offload.devices import allocator
 from offload.units import format_bytes
 
 FORMAT = "offload-same-script/1"
@@ -60,10 +62,10 @@ def own_cache() -> Iterator[None]:
                 os.environ["XDG_CACHE_HOME"] = before
 
 
-def run_once(setting: Setting, steps: int | None, *, beside: bool) -> dict[str, Any]:
+def run_once(setting: Setting, steps: int | None, malloc: str, *, beside: bool) -> dict[str, Any]:
     """One run."""
     with own_cache(), neighbour() if beside else nullcontext():
-        row = slowdown.measure(setting, slowdown.contestant_of(5), steps)
+        row = slowdown.measure(setting, slowdown.contestant_of(5), steps, malloc)
     return {"beside": beside, **{key: row[key] for key in FIGURES}}
 
 
@@ -82,6 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, required=True, help="where to keep the runs")
     parser.add_argument("--family", choices=[*models.FAMILIES, *models.OTHERS], default="gpt")
     parser.add_argument("--size", choices=("tiny", "quick", "full"), default="full")
+    parser.add_argument("--malloc", choices=allocator.MALLOCS, default="", help="by default the first installed one")
     parser.add_argument("--runs", type=int, default=RUNS, help="alone")
     parser.add_argument("--beside", type=int, default=BESIDE, help="beside a program that computes on one processor")
     parser.add_argument("--steps", type=int, help="to settle, and again to measure")
@@ -93,7 +96,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         results.set(name, value)
     equal = True
     for number in range(args.runs + args.beside):
-        run = run_once(setting, args.steps, beside=number >= args.runs)
+        run = run_once(setting, args.steps, args.malloc, beside=number >= args.runs)
         equal = equal and run["bits_equal"]
         results.append("runs", run)
         print(line(run), flush=True)

@@ -41,11 +41,11 @@ NOISE = 0.01
 SIZES = ("quick", "full")
 
 
-def measure(setting: Setting, contestant: Contestant, steps: int | None = None) -> dict[str, Any]:
+def measure(setting: Setting, contestant: Contestant, steps: int | None = None, malloc: str = "") -> dict[str, Any]:
     """One row; `steps`: how many after the settling, by default as many as there is time for."""
     with ExitStack() as stack:
         plain, own = (
-            stack.enter_context(Runner(setting, each, settle=1, seconds_max=4 * SECONDS_MAX, watch=True))
+            stack.enter_context(Runner(setting, each, settle=1, seconds_max=4 * SECONDS_MAX, watch=True, malloc=malloc))
             for each in (PLAIN, contestant)
         )
         settle = SETTLE_STEPS if steps is None else steps

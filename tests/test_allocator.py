@@ -14,10 +14,6 @@ from offload.devices import allocator
 ROOT = Path(__file__).parents[1]
 
 needs_linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
-needs_allocator = pytest.mark.skipif(
-    allocator.find_recycling_allocator() is None, reason="no allocator installed that reuses freed memory"
-)
-
 MAPS = """\
 5581a000-5582b000 r-xp 00000000 fe:00 131 /usr/bin/python3.11
 7f10a000-7f10b000 r-xp 00000000 fe:00 132 /usr/lib/x86_64-linux-gnu/libjemalloc.so.2
@@ -60,6 +56,16 @@ def test_the_remedy_is_what_a_script_or_a_notebook_is_started_with(monkeypatch: 
         assert allocator.remedy(name).endswith("Start the notebook server with `offload run -- jupyter lab`.")
 
 
+def with_allocator(name: str) -> dict[str, str]:
+    """The environment of a child process with this malloc."""
+    environment = allocator.preload_environment({"PATH": "/usr/bin:/bin"}, name)
+    if "LD_PRELOAD" not in environment:
+        assert name != "mimalloc", "pip has installed it"
+        pytest.skip(f"{name} is not installed")
+    assert name in environment["LD_PRELOAD"]
+    return environment
+
+
 def name_in_a_child(environment: dict[str, str]) -> str:
     """Which malloc serves a process with this environment."""
     command = [sys.executable, "-c", "from offload.devices import allocator as a; print(a.current())"]
@@ -67,33 +73,52 @@ def name_in_a_child(environment: dict[str, str]) -> str:
     return run.stdout.strip()
 
 
+COUNTED = """
+import ctypes
+from offload.devices import allocator
+process = ctypes.CDLL(None)
+process.malloc.restype = ctypes.c_void_p
+before = allocator.bytes_in_use()
+block = process.malloc(64 << 20)
+after = allocator.bytes_in_use()
+print(allocator.current(), allocator.recycles(allocator.current()), "none" if before is None else after - before)
+"""
+
+
 @needs_linux
-@needs_allocator
-def test_a_child_runs_on_the_preloaded_allocator() -> None:
-    question = "from offload.devices import allocator as a; print(a.current(), a.bytes_in_use())"
-    bare = {"PATH": "/usr/bin:/bin"}
-    preloaded = allocator.preload_environment(bare)
-    name, in_use = (
-        subprocess.run(
-            [sys.executable, "-c", question],
-            env=preloaded,
-            check=True,
-            capture_output=True,
-            text=True,
-            cwd=ROOT,
-        )
-        .stdout.strip()
-        .split()
-    )
-    assert name in preloaded["LD_PRELOAD"]
-    assert allocator.recycles(name)
-    assert (int(in_use) > 0) if name == "tcmalloc" else (in_use == "None")
-    assert "LD_PRELOAD" not in bare
+@pytest.mark.parametrize("name", allocator.MALLOCS)
+def test_a_child_runs_on_the_preloaded_allocator(name: str) -> None:
+    environment = with_allocator(name)
+    command = [sys.executable, "-c", COUNTED]
+    run = subprocess.run(command, env=environment, check=True, capture_output=True, text=True, cwd=ROOT)
+    found, recycles, counted = run.stdout.split()
+    assert (found, recycles) == (name, "True")
+    if name == "mimalloc":
+        assert counted == "none"
+    else:
+        assert 64 << 20 <= int(counted) < 65 << 20
+
+
+@needs_linux
+def test_of_several_tcmalloc_is_preloaded_unless_another_one_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = Path("/somewhere")
+    monkeypatch.setattr(allocator, "_same_architecture", lambda path: path.parent == folder)
+    monkeypatch.setattr(allocator, "_WHEEL", "no-such-package")
+    cache = {name: [folder / name] for name in ("libjemalloc.so.2", "libtcmalloc.so.4", "libtcmalloc_minimal.so.4")}
+    monkeypatch.setattr(allocator, "_linker_cache", cache.copy)
+    assert allocator.find_recycling_allocator() == folder / "libtcmalloc_minimal.so.4"
+    assert allocator.find_recycling_allocator("jemalloc") == folder / "libjemalloc.so.2"
+    assert allocator.find_recycling_allocator("mimalloc") is None
+    del cache["libtcmalloc_minimal.so.4"]
+    assert allocator.find_recycling_allocator() == folder / "libtcmalloc.so.4"
+    del cache["libtcmalloc.so.4"]
+    assert allocator.find_recycling_allocator() == folder / "libjemalloc.so.2"
+    assert allocator.find_recycling_allocator("tcmalloc") is None
 
 
 def test_other_preloaded_libraries_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     library = Path("/opt/libtcmalloc.so.4")
-    monkeypatch.setattr(allocator, "find_recycling_allocator", lambda: library)
+    monkeypatch.setattr(allocator, "find_recycling_allocator", lambda name: library)
     child = allocator.preload_environment({"LD_PRELOAD": "/lib/other.so", "HOME": "/root"})
     assert child == {
         "LD_PRELOAD": "/opt/libtcmalloc.so.4:/lib/other.so",
@@ -111,7 +136,7 @@ def test_an_allocator_that_is_preloaded_already_stays_in_charge() -> None:
 
 def test_jemalloc_is_told_to_purge_only_when_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     library = Path("/usr/lib/libjemalloc.so.2")
-    monkeypatch.setattr(allocator, "find_recycling_allocator", lambda: library)
+    monkeypatch.setattr(allocator, "find_recycling_allocator", lambda name: library)
     child = allocator.preload_environment({})
     assert child["MALLOC_CONF"] == "dirty_decay_ms:-1,muzzy_decay_ms:-1"
     assert allocator.preload_environment({"MALLOC_CONF": "x:1"})["MALLOC_CONF"] == "x:1"
@@ -120,6 +145,7 @@ def test_jemalloc_is_told_to_purge_only_when_asked(monkeypatch: pytest.MonkeyPat
 def test_mimalloc_of_a_wheel_is_told_to_purge_only_when_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(allocator, "_SONAMES", ())
     library = allocator.find_recycling_allocator()
+    assert library == allocator.find_recycling_allocator("mimalloc")
     assert library is not None
     assert library.name == "libmimalloc.so"
     child = allocator.preload_environment({"PATH": "/usr/bin:/bin"})
@@ -138,7 +164,7 @@ def test_no_wheel_is_no_library(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_without_one_installed_the_environment_is_a_plain_copy(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(allocator, "find_recycling_allocator", lambda: None)
+    monkeypatch.setattr(allocator, "find_recycling_allocator", lambda name: None)
     given = {"A": "1"}
     child = allocator.preload_environment(given)
     assert child == given
@@ -189,15 +215,9 @@ print(allocator.current(), kept, resident() - before)
 
 
 @needs_linux
-@pytest.mark.parametrize("name", ["glibc", "tcmalloc", "jemalloc", "mimalloc"])
-def test_free_memory_goes_back_to_the_system(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    environment = {"PATH": "/usr/bin:/bin"}
-    if name != "glibc":
-        monkeypatch.setattr(allocator, "_SONAMES", [each for each in allocator._SONAMES if name in each])
-        library = allocator.find_recycling_allocator()
-        if name != "mimalloc" and (library is None or name not in library.name):  # pip has installed mimalloc
-            pytest.skip(f"{name} is not installed")
-        environment = allocator.preload_environment(environment)
+@pytest.mark.parametrize("name", ["glibc", *allocator.MALLOCS])
+def test_free_memory_goes_back_to_the_system(name: str) -> None:
+    environment = {"PATH": "/usr/bin:/bin"} if name == "glibc" else with_allocator(name)
     command = [sys.executable, "-c", FREED]
     run = subprocess.run(command, env=environment, check=True, capture_output=True, text=True, cwd=ROOT)
     found, kept, left = run.stdout.split()
@@ -233,14 +253,13 @@ print(enabled - resident())
 
 
 @needs_linux
-@needs_allocator
-def test_what_leaves_at_enable_goes_back_to_the_system() -> None:
-    environment = allocator.preload_environment({"PATH": "/usr/bin:/bin"})
+@pytest.mark.parametrize("name", allocator.MALLOCS)
+def test_what_leaves_at_enable_goes_back_to_the_system(name: str) -> None:
+    environment = with_allocator(name)
     run = subprocess.run(
         [sys.executable, "-c", MOVED], env=environment, check=True, capture_output=True, text=True, cwd=ROOT
     )
-    name, parameters, state = run.stdout.split()
-    if name not in ("glibc", "tcmalloc"):
-        pytest.skip(f"{name} cannot be told to return memory")
+    found, parameters, state = run.stdout.split()
+    assert found == name
     assert int(parameters) > 50 << 20  # of 64 MiB
     assert int(state) > 50 << 20  # of 128 MiB, of which 64 MiB are still being written

@@ -17,9 +17,9 @@ from offload.devices import allocator
 ROOT = Path(__file__).parents[1]
 
 
-def offload(*words: str) -> subprocess.CompletedProcess[str]:
+def offload(*words: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "offload", *words]
-    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False, env=env)
 
 
 def test_help_lists_the_commands() -> None:
@@ -56,11 +56,11 @@ def test_run_hands_the_command_on_word_for_word(words: list[str], monkeypatch: p
         raise SystemExit(0)
 
     monkeypatch.setattr(os, "execvpe", become)
-    monkeypatch.setattr(allocator, "preload_environment", lambda: {"LD_PRELOAD": "lib.so"})
+    monkeypatch.setattr(allocator, "preload_environment", lambda name: {"LD_PRELOAD": "lib.so", "NAME": name})
     with pytest.raises(SystemExit):
         cli.main(words)
     command = ["python", "train.py", "--no-preload", "--", "x"]
-    assert started == [("python", command, {"LD_PRELOAD": "lib.so"})]
+    assert started == [("python", command, {"LD_PRELOAD": "lib.so", "NAME": ""})]
 
 
 def test_run_becomes_the_command_with_its_exit_status() -> None:
@@ -72,6 +72,23 @@ def test_run_becomes_the_command_with_its_exit_status() -> None:
         assert allocator.INSTALL in done.stderr
     else:
         assert done.stdout.strip() in library.name
+
+
+def test_run_preloads_the_named_malloc() -> None:
+    program = "from offload.devices import allocator; print(allocator.current())"
+    before = {**os.environ, "LD_PRELOAD": str(allocator.find_recycling_allocator())}  # of another `offload run`
+    for words in (["--malloc", "mimalloc", "--"], ["--malloc=mimalloc"]):
+        done = offload("run", *words, sys.executable, "-c", program, env=before)
+        assert done.stdout.strip() == "mimalloc", done.stderr
+
+
+def test_a_malloc_that_is_not_installed_is_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(allocator, "find_recycling_allocator", lambda name: None)
+    assert cli.main(["run", "--malloc", "jemalloc", "--", "true"]) == 2
+    remedy = "install Debian's libjemalloc2 or your system's jemalloc, or leave out --malloc"
+    assert capsys.readouterr().err == f"offload run: jemalloc is not installed; {remedy}\n"
 
 
 def test_run_without_preload_leaves_the_environment_alone() -> None:

@@ -33,9 +33,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     command: list[str] = []
     if words[:1] == ["run"]:  # the words after its own options are the command to run
-        own = list(itertools.takewhile(lambda word: word != "--" and word[:1] == "-", words[1:]))
-        command = words[1 + len(own) :]
-        words = ["run", *own]
+        end = 1
+        while end < len(words) and words[end] != "--" and words[end].startswith("-"):
+            end += 2 if words[end] == "--malloc" else 1
+        words, command = words[:end], words[end:]
     script_args: list[str] | None = None
     if words[:1] == ["plan"]:  # the words after a script are the script's arguments
         script = next((i for i, word in enumerate(words) if word.endswith(".py") and word[:1] != "-"), None)
@@ -49,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     else:
         args = _parser().parse_args(words)
     if args.command == "run":
-        return _run(command[command[:1] == ["--"] :], preload=not args.no_preload)
+        return _run(command[command[:1] == ["--"] :], args.malloc, preload=not args.no_preload)
     with redirect_stdout(cast("TextIO", _Output(sys.stdout))):
         status = _dispatch(args, script_args)
         sys.stdout.flush()
@@ -127,18 +128,24 @@ def _parser() -> argparse.ArgumentParser:
         "run",
         help=summary,
         description=summary,
-        usage="offload run [--no-preload] -- COMMAND [ARGUMENT …]",
+        usage="offload run [--malloc NAME | --no-preload] -- COMMAND [ARGUMENT …]",
         epilog="example: offload run -- python train.py",
     )
-    run.add_argument("--no-preload", action="store_true", help="run the command with its own malloc")
+    which = run.add_mutually_exclusive_group()
+    which.add_argument(
+        "--malloc", choices=allocator.MALLOCS, default="", help="which one; by default the first that is installed"
+    )
+    which.add_argument("--no-preload", action="store_true", help="run the command with its own malloc")
     return parser
 
 
-def _run(command: list[str], *, preload: bool) -> int:
+def _run(command: list[str], malloc: str, *, preload: bool) -> int:
     """Replace this process by `command`, with a malloc that reuses freed memory. Return only if that fails."""
     if not command:
         return _refuse("no command; write: offload run -- python train.py", 2)
-    environment = allocator.preload_environment() if preload else dict(os.environ)
+    if malloc and allocator.find_recycling_allocator(malloc) is None:
+        return _refuse(f"{malloc} is not installed; {allocator.INSTALLS[malloc]}, or leave out --malloc", 2)
+    environment = allocator.preload_environment(name=malloc) if preload else dict(os.environ)
     if preload and "LD_PRELOAD" not in environment and sys.platform.startswith("linux"):
         print(
             "offload run: no allocator installed that reuses freed memory, running on this system's malloc; "

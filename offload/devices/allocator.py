@@ -22,6 +22,8 @@ from pathlib import Path
 
 __all__ = [
     "INSTALL",
+    "INSTALLS",
+    "MALLOCS",
     "LargeBlocks",
     "bytes_in_use",
     "current",
@@ -34,12 +36,17 @@ __all__ = [
 ]
 
 INSTALL = "pip install cmeel-mimalloc"
+INSTALLS = {
+    "tcmalloc": "install Debian's libtcmalloc-minimal4 or your system's gperftools",
+    "jemalloc": "install Debian's libjemalloc2 or your system's jemalloc",
+    "mimalloc": INSTALL,
+}
 
 _HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"  # torch reads it at its first allocation on the CPU
 _MMAP_THRESHOLD = -3  # M_MMAP_THRESHOLD of malloc.h
 _LARGE_BYTES = 1 << 20  # the default of min_tensor_bytes: smaller tensors stay
 _USUAL_BYTES = 32 << 20  # glibc moves its threshold up to this, whenever a larger block than before is freed
-_KNOWN = ("tcmalloc", "jemalloc", "mimalloc")
+MALLOCS = tuple(INSTALLS)  # that reuse freed memory
 _SONAMES = ("libtcmalloc_minimal.so.4", "libtcmalloc.so.4", "libjemalloc.so.2")
 _WHEEL, _WHEEL_LIBRARY = "cmeel-mimalloc", "libmimalloc.so"
 # Settings with which free memory is returned to the system ("purged") only by `release_free_memory`, because purging
@@ -49,6 +56,7 @@ _PURGE_WHEN_ASKED = {
     "mimalloc": ("MIMALLOC_PURGE_DELAY", "1000000000"),
 }
 _PURGE_ALL_ARENAS = b"arena.4096.purge"  # 4096: MALLCTL_ARENAS_ALL of jemalloc.h
+_JEMALLOC_IN_USE, _TCMALLOC_IN_USE = b"stats.allocated", b"generic.current_allocated_bytes"
 _FOLDERS = (
     "/usr/lib/{machine}-linux-gnu",
     "/lib/{machine}-linux-gnu",
@@ -96,7 +104,7 @@ def _read_name() -> str:
 
 def recycles(name: str) -> bool:
     """Return whether the allocator of this name reuses freed memory without page faults."""
-    return name in _KNOWN
+    return name in MALLOCS
 
 
 def describe() -> str:
@@ -176,8 +184,13 @@ def _is_returning() -> bool:
     return any(reference() is not None for reference in _asked)
 
 
-def find_recycling_allocator() -> Path | None:
+def find_recycling_allocator(name: str = "") -> Path | None:
     """Find an installed tcmalloc, jemalloc or (as a Python package) mimalloc for this interpreter's architecture.
+
+    Parameters
+    ----------
+    name
+        Which of the three; by default the first that is installed.
 
     Returns
     -------
@@ -190,7 +203,7 @@ def find_recycling_allocator() -> Path | None:
     folders = [Path(folder.format(machine=machine)) for folder in _FOLDERS]
     folders.append(Path(sys.prefix) / "lib")
     linker_cache = _linker_cache()
-    for soname in _SONAMES:
+    for soname in (each for each in _SONAMES if name in each):
         candidates: list[Path] = [
             *linker_cache.get(soname, ()),
             *(folder / soname for folder in folders),
@@ -198,22 +211,24 @@ def find_recycling_allocator() -> Path | None:
         found = [path for path in candidates if _same_architecture(path)]
         if found:
             return found[0]
-    return _mimalloc_wheel()
+    return _mimalloc_wheel() if name in _WHEEL_LIBRARY else None
 
 
-def preload_environment(environment: Mapping[str, str] | None = None) -> dict[str, str]:
+def preload_environment(environment: Mapping[str, str] | None = None, name: str = "") -> dict[str, str]:
     """Return a copy of an environment in which a child process uses huge pages and a malloc that reuses freed memory.
 
-    If LD_PRELOAD already names a known allocator, that one is used, with its own settings. Otherwise the result of
-    `find_recycling_allocator` is preloaded; jemalloc and mimalloc then purge only if `release_free_memory` asks them
-    to, unless MALLOC_CONF or MIMALLOC_PURGE_DELAY is set. With either allocator, THP_MEM_ALLOC_ENABLE=1 is set unless
-    the variable has a value: torch then asks the kernel for huge pages for tensors of 2 MiB and more. Direct I/O pins
-    memory page by page, so huge pages make it faster.
+    If LD_PRELOAD already names a known allocator and `name` is empty, that one is used, with its own settings.
+    Otherwise the result of `find_recycling_allocator` is preloaded; jemalloc and mimalloc then purge only if
+    `release_free_memory` asks them to, unless MALLOC_CONF or MIMALLOC_PURGE_DELAY is set. With either allocator,
+    THP_MEM_ALLOC_ENABLE=1 is set unless the variable has a value: torch then asks the kernel for huge pages for tensors
+    of 2 MiB and more. Direct I/O pins memory page by page, so huge pages make it faster.
 
     Parameters
     ----------
     environment : mapping of str to str, optional
         The variables to start from; by default those of this process.
+    name
+        Which allocator, as in `find_recycling_allocator`.
 
     Returns
     -------
@@ -222,8 +237,8 @@ def preload_environment(environment: Mapping[str, str] | None = None) -> dict[st
     """
     child = dict(os.environ if environment is None else environment)
     preloaded = child.get("LD_PRELOAD", "")
-    is_chosen = any(name in preloaded for name in _KNOWN)
-    library = None if is_chosen else find_recycling_allocator()
+    is_chosen = not name and any(each in preloaded for each in MALLOCS)
+    library = None if is_chosen else find_recycling_allocator(name)
     if is_chosen or library is not None:
         child.setdefault(_HUGE_PAGES, "1")
     if library is None:
@@ -241,17 +256,19 @@ def bytes_in_use() -> int | None:
     Returns
     -------
     int or None
-        tcmalloc's own count, read in a few microseconds; None with another malloc.
+        The count of tcmalloc or jemalloc, read in some microseconds; None with another malloc.
     """
-    try:
-        ask = ctypes.CDLL(None).MallocExtension_GetNumericProperty
-    except (AttributeError, OSError):
+    process, name, counted = ctypes.CDLL(None), current(), ctypes.c_size_t()
+    if name == "tcmalloc":
+        failed = not process.MallocExtension_GetNumericProperty(_TCMALLOC_IN_USE, ctypes.byref(counted))
+    elif name == "jemalloc":
+        epoch = ctypes.c_uint64(1)  # any value: writing it makes jemalloc add up its counts
+        process.mallctl(b"epoch", None, None, ctypes.byref(epoch), ctypes.c_size_t(ctypes.sizeof(epoch)))
+        size = ctypes.c_size_t(ctypes.sizeof(counted))
+        failed = process.mallctl(_JEMALLOC_IN_USE, ctypes.byref(counted), ctypes.byref(size), None, ctypes.c_size_t(0))
+    else:
         return None
-    ask.argtypes = (ctypes.c_char_p, ctypes.POINTER(ctypes.c_size_t))
-    counted = ctypes.c_size_t()
-    if not ask(b"generic.current_allocated_bytes", ctypes.byref(counted)):
-        return None
-    return counted.value
+    return None if failed else counted.value  # jemalloc may be built without counts
 
 
 def _malloc_address() -> int:
@@ -272,13 +289,13 @@ def _name_in_maps(maps: str, malloc_address: int) -> str:
         library = Path(fields[5]).name
         first, last = (int(bound, 16) for bound in fields[0].split("-"))
         if first <= malloc_address < last:
-            owner = next((name for name in _KNOWN if name in library), None)
+            owner = next((name for name in MALLOCS if name in library), None)
             if owner is None and re.match(r"libc[.-]", library):
                 owner = "glibc"
             if owner is not None:
                 return owner
         libraries.append(library)
-    mapped = (name for library in libraries for name in _KNOWN if name in library)
+    mapped = (name for library in libraries for name in MALLOCS if name in library)
     fallback = "musl" if any(library.startswith("ld-musl") for library in libraries) else "glibc"
     return next(mapped, fallback)
 
