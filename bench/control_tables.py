@@ -106,9 +106,9 @@ def mallocs_table(content: Mapping[str, Any]) -> Table:
     counts = sorted({len(runs) for runs in groups.values()})
     note = (
         f"Medians of {' or '.join(map(str, counts))} rounds. In each, new processes with each malloc take turns: one "
-        "trains plain, one with `max_slowdown=0.25`, which almost always keeps its first plan. The first four steps "
-        "are not timed; memory is that of all steps. *Spread*: from the least to the most memory, relative to the "
-        "median."
+        "trains plain, one with `max_slowdown=0.25`, which almost always keeps its first plan. glibc has its own "
+        f"settings, the others those of `offload run`. The first {FIRST_STEPS} steps and reference steps are not "
+        "timed; memory is that of all steps. *Spread*: from the least to the most memory, relative to the median."
     )
     return Table("Mallocs", columns, rows, content["machine"], note=note)
 
@@ -118,7 +118,8 @@ def pairs_table(content: Mapping[str, Any]) -> Table:
     columns = ["network", "slowdown", "pairs of steps", "known at step", "off by", "error found", "kept in", ""]
     rows, needed = [], []
     for row in content["rows"]:
-        name = NETWORKS.get(row["family"], row["family"])
+        beside = ", beside another program" if row.get("beside") else ""
+        name = NETWORKS.get(row["family"], row["family"]) + beside
         for each in row["counts"]:
             cells = [
                 name,
@@ -130,7 +131,7 @@ def pairs_table(content: Mapping[str, Any]) -> Table:
             ]
             is_short = each["count"] == PAIRS_IN_TIME and each["kept"] < KEPT_SHARE
             mark = NOT_REACHED if is_short else ""
-            rows.append(Row(f"pairs / {row['family']} {each['count']}", [*cells, mark], mark))
+            rows.append(Row(f"pairs / {row['family']}{beside} {each['count']}", [*cells, mark], mark))
         pairs = pairs_needed(row)
         needed.append(f"{name}: {f'about {pairs}' if pairs else 'no number of'} pairs")
     limits = sorted({f"{row['max_slowdown']:.0%}" for row in content["rows"]})

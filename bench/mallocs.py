@@ -3,8 +3,9 @@
     python bench/mallocs.py --json bench/results/mallocs-cpu-DATE.json [--family NAME …] [--malloc NAME …] [--rounds N]
 
 In each round, two new processes for each malloc train the same network: one plain, one offloaded. All processes of a
-round step in turn. With `max_slowdown=0.25`, the first plan is almost always kept, so rounds differ by the malloc and
-by noise. A malloc that is not installed is left out. Exit status 1 where losses or gradients differ.
+round step in turn. With `max_slowdown=0.25`, the first plan is almost always kept; but each process makes its own, from
+its own profile. Reference steps are not timed. Without --malloc, those that are installed, with the settings of
+`offload run`, and glibc without any. Exit status 1 where losses or gradients differ.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ import machine
 import models
 import slowdown
 from contestants import PLAIN
-from control_tables import decisions
-from race import Runner
+from control_tables import FIRST_STEPS, decisions
+from race import RUN_SECONDS_MAX, Runner, environment_with
 from result_file import ResultFile
 from training import Setting
 
@@ -33,20 +34,18 @@ FORMAT = "offload-mallocs/1"
 MALLOCS = (*allocator.MALLOCS, "glibc")
 FAMILIES = ("gpt", "lstm")
 PERCENT = 25
-SKIPPED = 4  # steps that are not timed: the profiled and the trial step, and the first of the plan
+TIMED = ("plain", "planned")  # kinds of steps
 WAYS = {"plain": PLAIN, "offloaded": slowdown.contestant_of(PERCENT)}
-
-
-def installed(mallocs: Sequence[str]) -> list[str]:
-    """Those that processes can be started with here."""
-    return [name for name in mallocs if name == "glibc" or allocator.find_recycling_allocator(name) is not None]
 
 
 def run_round(setting: Setting, mallocs: Sequence[str], steps: int) -> list[dict[str, Any]]:
     """One round: a row for each malloc."""
+    seconds_max = len(mallocs) * len(WAYS) * RUN_SECONDS_MAX  # of each process: it waits for the others
     with ExitStack() as stack:
         runners = {
-            (malloc, way): stack.enter_context(Runner(setting, contestant, settle=1, watch=True, malloc=malloc))
+            (malloc, way): stack.enter_context(
+                Runner(setting, contestant, settle=1, seconds_max=seconds_max, watch=True, malloc=malloc)
+            )
             for malloc in mallocs
             for way, contestant in WAYS.items()
         }
@@ -54,22 +53,28 @@ def run_round(setting: Setting, mallocs: Sequence[str], steps: int) -> list[dict
             for runner in runners.values():
                 runner.step()
         figures = {key: runner.finish() for key, runner in runners.items()}
-    bits = [[(step["loss"], step["gradients"]) for step in runner.steps] for runner in runners.values()]
+    bits = {key: [(step["loss"], step["gradients"]) for step in runner.steps] for key, runner in runners.items()}
     rows = []
     for malloc in mallocs:
-        row = {"family": setting.family, "malloc": malloc, "bits_equal": all(each == bits[0] for each in bits)}
+        equal = all(bits[malloc, way] == bits[mallocs[0], "plain"] for way in WAYS)
+        row: dict[str, Any] = {"family": setting.family, "malloc": malloc, "bits_equal": equal}
         for way in WAYS:
-            runner, found = runners[malloc, way], figures[malloc, way]
-            if found["allocator"] != malloc:
-                raise RuntimeError(f"the process was to use {malloc}, and uses {found['allocator']}")
-            row[way] = {
-                "seconds": statistics.median(step["seconds"] for step in runner.steps[SKIPPED:]),
-                "peak_bytes": found["peak_bytes"],
-            }
+            row[way] = figures_of(runners[malloc, way].steps, figures[malloc, way], malloc)
         row["swapped_bytes"] = figures[malloc, "offloaded"]["report"]["swapped"]["bytes"]
         row["decisions"] = decisions([step["watched"] for step in runners[malloc, "offloaded"].steps])
         rows.append(row)
     return rows
+
+
+def figures_of(steps: Sequence[dict[str, Any]], figures: dict[str, Any], malloc: str) -> dict[str, Any]:
+    """The time and memory of one process."""
+    if figures["allocator"] != malloc:
+        raise RuntimeError(f"the process was to use {malloc}, and uses {figures['allocator']}")
+    timed = [step["seconds"] for step in steps[FIRST_STEPS:] if step["watched"]["kind"] in TIMED]
+    if not timed:
+        raise RuntimeError("no step followed a plan; take more --steps")
+    kinds = [(step["watched"]["kind"], step["seconds"]) for step in steps]
+    return {"seconds": statistics.median(timed), "peak_bytes": figures["peak_bytes"], "steps": kinds}
 
 
 def line(row: dict[str, Any]) -> str:
@@ -86,10 +91,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--size", choices=("tiny", "quick", "full"), default="full")
     parser.add_argument("--malloc", choices=MALLOCS, action="append")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=14)
+    parser.add_argument("--steps", type=int, default=16)
     args = parser.parse_args(argv)
-    if args.steps <= SKIPPED:
-        parser.error(f"--steps: more than {SKIPPED}")
+    mallocs = args.malloc or [each for each in allocator.MALLOCS if allocator.find_recycling_allocator(each)]
+    if not args.malloc:
+        mallocs.append("glibc")
+    for name in mallocs:
+        try:
+            environment_with(name)
+        except ValueError as error:
+            parser.error(str(error))
     results = ResultFile(args.json)
     for name, value in (("format", FORMAT), ("machine", machine.describe()), ("rows", [])):
         results.set(name, value)
@@ -98,7 +109,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for family in args.family or FAMILIES:
         setting = Setting(family, getattr(models.family_of(family), args.size), min_tensor_bytes=least)
         for _ in range(args.rounds):
-            for row in run_round(setting, installed(args.malloc or MALLOCS), args.steps):
+            for row in run_round(setting, mallocs, args.steps):
                 equal = equal and row["bits_equal"]
                 results.append("rows", row)
                 print(line(row), flush=True)

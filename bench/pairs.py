@@ -1,12 +1,13 @@
 """How exactly a plan's slowdown is known from a few pairs of steps, and how many pairs a search needs to keep the plan.
 
     offload run -- python bench/pairs.py --json bench/results/pairs-cpu-DATE.json [--family NAME …] [--pairs N]
+    offload run -- python bench/pairs.py --json bench/results/pairs-cpu-DATE.json --keep --beside --family gpt
 
-Each network follows the first plan of a search with the default `max_slowdown`. A pair is a reference step and the step
-of this plan after it. No plan is judged: the first one is followed until all pairs have been measured. Then all windows
-of n consecutive pairs are compared, as a search would do where no other program shares the processor (elapsed times).
-*Off by* is the standard deviation of the results. The windows overlap, so it is too small: by about 5 % with 8 of 96
-pairs, by 16 % with 24.
+Each network follows the first plan of a search with the default `max_slowdown`; with `--beside`, next to a program that
+computes on one processor. A pair is a reference step and the step of this plan after it. No plan is judged: the first
+one is followed until all pairs have been measured. Then all windows of n consecutive pairs are compared, as a search
+does. *Off by* is the standard deviation of the results. The windows overlap, so it is too small: by about 5 % with 8 of
+96 pairs, by 16 % with 24.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
@@ -23,11 +26,12 @@ import machine
 import models
 import slowdown
 from control_tables import PAIRS_IN_TIME
-from result_file import ResultFile
+from result_file import ResultFile, read_json
+from same_script import neighbour
 from training import Setting, Trainer, same_bits, warm_up
 
 from offload.control.limits import LIMITS
-from offload.control.measured_slowdown import compared, standard_error
+from offload.control.measured_slowdown import standard_error
 from offload.control.plan_search import PlanSearch
 from offload.control.step_cost import StepCost
 from offload.devices import allocator
@@ -59,12 +63,16 @@ class Pairs:
             search.references.clear()
 
 
-def measure(setting: Setting, pairs: int) -> dict[str, Any]:
+def measure(setting: Setting, pairs: int, *, beside: bool) -> dict[str, Any]:
     """One row."""
     contestant, found = slowdown.contestant_of(PERCENT), Pairs()
     with same_bits("cpu"):
         warm_up(setting, contestant)
-    with same_bits("cpu"), mock.patch.object(PlanSearch, "judge", lambda *args, **_: found.judge(*args)):
+    with (
+        neighbour() if beside else nullcontext(),
+        same_bits("cpu"),
+        mock.patch.object(PlanSearch, "judge", lambda *args, **_: found.judge(*args)),
+    ):
         trainer = Trainer(setting, contestant)
         for _ in range(STEPS_MAX * pairs):
             trainer.step()
@@ -79,6 +87,7 @@ def measure(setting: Setting, pairs: int) -> dict[str, Any]:
     return {
         "family": setting.family,
         "size": setting.size,
+        "beside": beside,
         "peak_bytes": plan.peak_bytes,
         "unswapped_peak_bytes": plan.unswapped_peak_bytes,
         "pairs": pairs,
@@ -104,11 +113,10 @@ def counted(found: Pairs, count: int) -> dict[str, Any]:
 
 def result_of(found: Pairs, first: int, count: int) -> tuple[float, float]:
     """The slowdown by these pairs, and its standard error."""
-    steps, references = (costs[first : first + count] for costs in (found.steps, found.references))
-    outside = [cost.step - cost.computed for cost in steps]
-    compute, taken, deviation = compared(
-        [cost.nodes for cost in steps], [cost.nodes for cost in references], outside, found.waits
-    )
+    search = PlanSearch(replace(LIMITS, judged_steps_max=count))
+    search.references.extend(found.references[first : first + count])
+    search.waits = found.waits
+    compute, taken, deviation = search.compare(found.steps[first : first + count])
     return taken / compute - 1, standard_error(deviation, count, [], LIMITS)
 
 
@@ -118,7 +126,8 @@ def line(row: dict[str, Any]) -> str:
         f"{each['count']} pairs: off by {each['deviation']:.2%}, found {each['error']:.2%}, kept {each['kept']:.0%}"
         for each in row["counts"]
     ]
-    return f"{row['family']:<9} {row['all']:.2%} slower; {'; '.join(parts)}"
+    beside = "beside another program, " if row["beside"] else ""
+    return f"{row['family']:<9} {beside}{row['all']:.2%} slower; {'; '.join(parts)}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -128,15 +137,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--family", choices=[*models.FAMILIES, *models.OTHERS], action="append")
     parser.add_argument("--size", choices=("tiny", "quick", "full"), default="full")
     parser.add_argument("--pairs", type=int, default=PAIRS)
+    parser.add_argument("--beside", action="store_true", help="beside a program that computes on one processor")
+    parser.add_argument("--keep", action="store_true", help="add to the rows that the file holds")
     args = parser.parse_args(argv)
     if args.pairs < 2 * PAIRS_IN_TIME:
         parser.error(f"--pairs: at least {2 * PAIRS_IN_TIME}")
     results = ResultFile(args.json)
-    for name, value in (("format", FORMAT), ("machine", machine.describe()), ("rows", [])):
+    before = read_json(args.json).get("rows", []) if args.keep else []
+    for name, value in (("format", FORMAT), ("machine", machine.describe()), ("rows", before)):
         results.set(name, value)
     least = 1024 if args.size == "tiny" else None
     for family in args.family or FAMILIES:
-        row = measure(Setting(family, getattr(models.family_of(family), args.size), min_tensor_bytes=least), args.pairs)
+        setting = Setting(family, getattr(models.family_of(family), args.size), min_tensor_bytes=least)
+        row = measure(setting, args.pairs, beside=args.beside)
         results.append("rows", row)
         print(line(row), flush=True)
     return 0

@@ -38,6 +38,24 @@ RUN_SECONDS_MAX = 240.0  # limit for one process
 FAMILY_SECONDS_MAX = 480.0
 
 
+def environment_with(malloc: str) -> dict[str, str]:
+    """The environment of a process on the CPU; `malloc` as in `Runner`.
+
+    Raises
+    ------
+    ValueError
+        It is not installed; or "glibc" is asked for, and another one is preloaded.
+    """
+    if malloc == "glibc":
+        if "LD_PRELOAD" in os.environ:
+            raise ValueError("LD_PRELOAD is set; start this program without `offload run`")
+        return dict(os.environ)
+    environment = allocator.preload_environment(name=malloc)
+    if malloc not in environment.get("LD_PRELOAD", ""):
+        raise ValueError(f"{malloc} is not installed; {allocator.INSTALL_OF[malloc]}")
+    return environment
+
+
 class OverCap(Exception):
     """A run's resident set grew beyond its cap."""
 
@@ -45,7 +63,7 @@ class OverCap(Exception):
 class Runner:
     """One worker process; as a context manager, it always ends the process.
 
-    `malloc`: the one to preload; by default the first that is installed.
+    `malloc`: which one to preload; "glibc": none; by default the first that is installed.
 
     Raises
     ------
@@ -76,8 +94,7 @@ class Runner:
         task = {"setting": setting.to_dict(), "contestant": contestant.name, "cap_bytes": cap_bytes}
         task["watch"] = watch
         task["settle"] = settle
-        is_unchanged = setting.device == "cuda" or malloc == "glibc"
-        environment = dict(os.environ) if is_unchanged else allocator.preload_environment(name=malloc)
+        environment = dict(os.environ) if setting.device == "cuda" else environment_with(malloc)
         environment.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         root = str(Path(__file__).resolve().parents[1])
         known = environment.get("PYTHONPATH")

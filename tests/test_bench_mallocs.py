@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -41,10 +42,20 @@ def test_other_bits_are_told(tmp_path: Path) -> None:
 def test_a_short_run(tmp_path: Path) -> None:
     out = tmp_path / "mallocs.json"
     command = [sys.executable, "bench/mallocs.py", "--json", str(out), "--size", "tiny", "--family", "encoder"]
-    subprocess.run(
-        [*command, "--malloc", "mimalloc", "--malloc", "glibc", "--rounds", "1", "--steps", "6"], cwd=ROOT, check=True
-    )
+    subprocess.run([*command, "--malloc", "mimalloc", "--malloc", "glibc", "--rounds", "1"], cwd=ROOT, check=True)
     rows = json.loads(out.read_text(encoding="utf-8"))["rows"]
     assert [each["malloc"] for each in rows] == ["mimalloc", "glibc"]
-    assert all(each["bits_equal"] and each["swapped_bytes"] > 0 for each in rows)
-    assert all(any(text.startswith("new plan") for _, text in each["decisions"]) for each in rows)
+    for each in rows:
+        assert each["bits_equal"]
+        assert each["plain"]["peak_bytes"] > 0 < each["plain"]["seconds"]
+        assert {kind for kind, _ in each["plain"]["steps"]} == {"plain"}
+        assert {"profiled", "planned"} <= {kind for kind, _ in each["offloaded"]["steps"]}
+
+
+def test_a_malloc_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    command = [sys.executable, "bench/mallocs.py", "--json", str(tmp_path / "x.json"), "--malloc", "glibc"]
+    environment = {**os.environ, "LD_PRELOAD": "/lib/none.so"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "LD_PRELOAD is set" in done.stderr
+    assert not (tmp_path / "x.json").exists()

@@ -12,10 +12,10 @@ import pytest
 from test_bench_same_script import ROOT, rows_of
 
 
-def row(slowdown: float, deviation: float, kept: float) -> dict[str, Any]:
+def row(slowdown: float, deviation: float, kept: float, *, beside: bool = False) -> dict[str, Any]:
     """A network whose slowdown is known from eight pairs of steps."""
     count = {"count": 8, "mean": slowdown, "deviation": deviation, "error": 0.007, "kept": kept}
-    return {"family": "gpt", "max_slowdown": 0.05, "all": slowdown, "counts": [count]}
+    return {"family": "gpt", "beside": beside, "max_slowdown": 0.05, "all": slowdown, "counts": [count]}
 
 
 def page_of(found: dict[str, Any], tmp_path: Path) -> tuple[list[str], str]:
@@ -23,7 +23,7 @@ def page_of(found: dict[str, Any], tmp_path: Path) -> tuple[list[str], str]:
     results = tmp_path / "pairs.json"
     content = {"format": "offload-pairs/1", "machine": {"processor": "test"}, "rows": [found]}
     results.write_text(json.dumps(content), encoding="utf-8")
-    cells = rows_of(results, tmp_path)["GPT"]
+    [cells] = rows_of(results, tmp_path).values()
     return cells, (tmp_path / "page.md").read_text(encoding="utf-8")
 
 
@@ -45,13 +45,21 @@ def test_a_plan_that_too_few_searches_keep_is_marked(kept: float, mark: str, tmp
     assert cells == ["4.0%", "8", "20", "1.00 points", "0.70 points", f"{kept:.0%}", mark]
 
 
+def test_what_was_measured_beside_another_program_says_so(tmp_path: Path) -> None:
+    _, page = page_of(row(0.04, 0.01, 1.0, beside=True), tmp_path)
+    assert "| GPT, beside another program |" in page
+
+
 @pytest.mark.full
 @pytest.mark.timeout(300)
 def test_a_short_run(tmp_path: Path) -> None:
     out = tmp_path / "pairs.json"
     command = [sys.executable, "bench/pairs.py", "--json", str(out), "--size", "tiny", "--family", "encoder"]
     subprocess.run([*command, "--pairs", "16"], cwd=ROOT, check=True)
-    [found] = json.loads(out.read_text(encoding="utf-8"))["rows"]
-    assert [each["count"] for each in found["counts"]] == [3, 8]
-    assert found["peak_bytes"] < found["unswapped_peak_bytes"]
-    assert all(each["deviation"] > 0 and each["error"] > 0 for each in found["counts"])
+    subprocess.run([*command, "--pairs", "16", "--keep", "--beside"], cwd=ROOT, check=True)
+    rows = json.loads(out.read_text(encoding="utf-8"))["rows"]
+    assert [each["beside"] for each in rows] == [False, True]
+    for found in rows:
+        assert [each["count"] for each in found["counts"]] == [3, 8]
+        assert found["peak_bytes"] < found["unswapped_peak_bytes"]
+        assert all(each["deviation"] > 0 and each["error"] > 0 for each in found["counts"])

@@ -45,6 +45,7 @@ def test_memory_that_varies_and_slowdowns_that_are_not_kept_are_marked(
     rows = rows_of(results, tmp_path)
     assert {name for name, cells in rows.items() if cells[-1] == "not reached"} == marked
     assert rows[f"all {len(runs)}"][0] == "bit-equal"
+    assert "The same script again, glibc" in (tmp_path / "page.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.full
@@ -52,9 +53,12 @@ def test_memory_that_varies_and_slowdowns_that_are_not_kept_are_marked(
 def test_a_short_run_alone_and_beside_another_program(tmp_path: Path) -> None:
     out = tmp_path / "same.json"
     command = [sys.executable, "bench/same_script.py", "--json", str(out), "--size", "tiny", "--family", "encoder"]
-    subprocess.run([*command, "--runs", "1", "--beside", "1", "--steps", "3"], cwd=ROOT, check=True)
+    subprocess.run(
+        [*command, "--runs", "1", "--beside", "1", "--steps", "3", "--malloc", "mimalloc"], cwd=ROOT, check=True
+    )
     runs = json.loads(out.read_text(encoding="utf-8"))["runs"]
     assert [each["beside"] for each in runs] == [False, True]
     assert all(each["bits_equal"] and each["peak_bytes"] > 0 for each in runs)
+    assert {each["allocator"] for each in runs} == {"mimalloc"}
     assert all(any(text.startswith("new plan") for _, text in each["decisions"]) for each in runs)
     assert len(rows_of(out, tmp_path)) == 3

@@ -17,9 +17,9 @@ from offload.devices import allocator
 ROOT = Path(__file__).parents[1]
 
 
-def offload(*words: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+def offload(*words: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "offload", *words]
-    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False, env=env)
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
 
 
 def test_help_lists_the_commands() -> None:
@@ -42,13 +42,16 @@ def test_an_unknown_command_is_a_usage_error(capsys: pytest.CaptureFixture[str])
 
 
 @pytest.mark.parametrize(
-    "words",
+    ("words", "name"),
     [
-        ["run", "--", "python", "train.py", "--no-preload", "--", "x"],
-        ["run", "python", "train.py", "--no-preload", "--", "x"],
+        (["run", "--"], ""),
+        (["run"], ""),
+        (["run", "--malloc", "jemalloc", "--"], "jemalloc"),
+        (["run", "--malloc", "jemalloc"], "jemalloc"),
+        (["run", "--malloc=jemalloc"], "jemalloc"),
     ],
 )
-def test_run_hands_the_command_on_word_for_word(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_hands_the_command_on_word_for_word(words: list[str], name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[Any] = []
 
     def become(*call: Any) -> NoReturn:
@@ -56,11 +59,22 @@ def test_run_hands_the_command_on_word_for_word(words: list[str], monkeypatch: p
         raise SystemExit(0)
 
     monkeypatch.setattr(os, "execvpe", become)
-    monkeypatch.setattr(allocator, "preload_environment", lambda name: {"LD_PRELOAD": "lib.so", "NAME": name})
+    monkeypatch.setattr(allocator, "preload_environment", lambda name: {"LD_PRELOAD": f"lib{name}.so"})
+    command = ["python", "train.py", "--no-preload", "--malloc", "--", "x"]
     with pytest.raises(SystemExit):
-        cli.main(words)
-    command = ["python", "train.py", "--no-preload", "--", "x"]
-    assert started == [("python", command, {"LD_PRELOAD": "lib.so", "NAME": ""})]
+        cli.main([*words, *command])
+    assert started == [("python", command, {"LD_PRELOAD": f"lib{name}.so"})]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["--malloc"], ["--malloc", "--", "x"], ["--malloc", "jemalloc", "--no-preload", "--", "x"], ["--mal", "x"]],
+)
+def test_options_of_run_that_make_no_sense_are_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["run", *words])
+    assert stopped.value.code == 2
+    assert "usage: offload" in capsys.readouterr().err
 
 
 def test_run_becomes_the_command_with_its_exit_status() -> None:
@@ -76,16 +90,15 @@ def test_run_becomes_the_command_with_its_exit_status() -> None:
 
 def test_run_preloads_the_named_malloc() -> None:
     program = "from offload.devices import allocator; print(allocator.current())"
-    before = {**os.environ, "LD_PRELOAD": str(allocator.find_recycling_allocator())}  # of another `offload run`
-    for words in (["--malloc", "mimalloc", "--"], ["--malloc=mimalloc"]):
-        done = offload("run", *words, sys.executable, "-c", program, env=before)
-        assert done.stdout.strip() == "mimalloc", done.stderr
+    done = offload("run", "--malloc", "mimalloc", "--", sys.executable, "-c", program)
+    assert done.stdout.strip() == "mimalloc", done.stderr
 
 
 def test_a_malloc_that_is_not_installed_is_told(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(allocator, "find_recycling_allocator", lambda name: None)
+    monkeypatch.delenv("LD_PRELOAD", raising=False)
     assert cli.main(["run", "--malloc", "jemalloc", "--", "true"]) == 2
     remedy = "install Debian's libjemalloc2 or your system's jemalloc, or leave out --malloc"
     assert capsys.readouterr().err == f"offload run: jemalloc is not installed; {remedy}\n"

@@ -130,10 +130,14 @@ def _parser() -> argparse.ArgumentParser:
         description=summary,
         usage="offload run [--malloc NAME | --no-preload] -- COMMAND [ARGUMENT …]",
         epilog="example: offload run -- python train.py",
+        allow_abbrev=False,
     )
     which = run.add_mutually_exclusive_group()
     which.add_argument(
-        "--malloc", choices=allocator.MALLOCS, default="", help="which one; by default the first that is installed"
+        "--malloc",
+        choices=allocator.MALLOCS,
+        default="",
+        help="the malloc to preload; by default the first of these that is installed",
     )
     which.add_argument("--no-preload", action="store_true", help="run the command with its own malloc")
     return parser
@@ -143,9 +147,9 @@ def _run(command: list[str], malloc: str, *, preload: bool) -> int:
     """Replace this process by `command`, with a malloc that reuses freed memory. Return only if that fails."""
     if not command:
         return _refuse("no command; write: offload run -- python train.py", 2)
-    if malloc and allocator.find_recycling_allocator(malloc) is None:
-        return _refuse(f"{malloc} is not installed; {allocator.INSTALLS[malloc]}, or leave out --malloc", 2)
     environment = allocator.preload_environment(name=malloc) if preload else dict(os.environ)
+    if malloc not in environment.get("LD_PRELOAD", ""):
+        return _refuse(f"{malloc} is not installed; {allocator.INSTALL_OF[malloc]}, or leave out --malloc", 2)
     if preload and "LD_PRELOAD" not in environment and sys.platform.startswith("linux"):
         print(
             "offload run: no allocator installed that reuses freed memory, running on this system's malloc; "

@@ -130,6 +130,11 @@ class PlanSearch:
         scale = cost.own_computed / computed if self.is_shared and computed > 0 else 1.0
         return [scale * seconds for seconds in cost.nodes]
 
+    def compare(self, steps: Sequence[StepCost]) -> tuple[float, float, float]:
+        """Return what `compared` does, for these steps of the plan and the reference steps."""
+        outside = [self._step(cost) - self._computed(cost) for cost in steps]
+        return compared([*map(self._nodes, steps)], [*map(self._nodes, self.references)], outside, self.waits)
+
     def add_reference(self, measured: Measured, steps: Sequence[StepCost]) -> None:
         """Store a reference step. After the search, also compare the last `steps` of the plan with it."""
         cost = StepCost.of(measured)
@@ -281,9 +286,7 @@ class PlanSearch:
         count = min(len(steps), len(self.references))
         if count < self.limits.measurements_before_judging:
             return None
-        rows, references = ([*map(self._nodes, costs)] for costs in (steps, self.references))
-        outside = [self._step(cost) - self._computed(cost) for cost in steps]
-        compute, taken, deviation = compared(rows, references, outside, self.waits)
+        compute, taken, deviation = self.compare(steps)
         explained = plan.step_seconds - plan.compute_seconds + len(plan.swaps) * plan.link.swap_seconds
         explained -= assumed_seconds(plan, self.recompute_byte_seconds)
         rest = taken - compute - explained

@@ -22,7 +22,7 @@ from pathlib import Path
 
 __all__ = [
     "INSTALL",
-    "INSTALLS",
+    "INSTALL_OF",
     "MALLOCS",
     "LargeBlocks",
     "bytes_in_use",
@@ -36,17 +36,17 @@ __all__ = [
 ]
 
 INSTALL = "pip install cmeel-mimalloc"
-INSTALLS = {
+INSTALL_OF = {
     "tcmalloc": "install Debian's libtcmalloc-minimal4 or your system's gperftools",
     "jemalloc": "install Debian's libjemalloc2 or your system's jemalloc",
     "mimalloc": INSTALL,
 }
+MALLOCS = tuple(INSTALL_OF)  # They reuse freed memory.
 
 _HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"  # torch reads it at its first allocation on the CPU
 _MMAP_THRESHOLD = -3  # M_MMAP_THRESHOLD of malloc.h
 _LARGE_BYTES = 1 << 20  # the default of min_tensor_bytes: smaller tensors stay
 _USUAL_BYTES = 32 << 20  # glibc moves its threshold up to this, whenever a larger block than before is freed
-MALLOCS = tuple(INSTALLS)  # that reuse freed memory
 _SONAMES = ("libtcmalloc_minimal.so.4", "libtcmalloc.so.4", "libjemalloc.so.2")
 _WHEEL, _WHEEL_LIBRARY = "cmeel-mimalloc", "libmimalloc.so"
 # Settings with which free memory is returned to the system ("purged") only by `release_free_memory`, because purging
@@ -56,7 +56,6 @@ _PURGE_WHEN_ASKED = {
     "mimalloc": ("MIMALLOC_PURGE_DELAY", "1000000000"),
 }
 _PURGE_ALL_ARENAS = b"arena.4096.purge"  # 4096: MALLCTL_ARENAS_ALL of jemalloc.h
-_JEMALLOC_IN_USE, _TCMALLOC_IN_USE = b"stats.allocated", b"generic.current_allocated_bytes"
 _FOLDERS = (
     "/usr/lib/{machine}-linux-gnu",
     "/lib/{machine}-linux-gnu",
@@ -189,14 +188,21 @@ def find_recycling_allocator(name: str = "") -> Path | None:
 
     Parameters
     ----------
-    name
-        Which of the three; by default the first that is installed.
+    name : str, default ""
+        One of `MALLOCS`; if empty, the first of them that is installed.
 
     Returns
     -------
     Path or None
         The shared library to preload; None if no such library is installed, or outside Linux.
+
+    Raises
+    ------
+    ValueError
+        No malloc of this name is known.
     """
+    if name not in ("", *MALLOCS):
+        raise ValueError(f"no malloc {name!r}; write {', '.join(map(repr, MALLOCS))}")
     if not sys.platform.startswith("linux"):
         return None
     machine = platform.machine()
@@ -217,35 +223,44 @@ def find_recycling_allocator(name: str = "") -> Path | None:
 def preload_environment(environment: Mapping[str, str] | None = None, name: str = "") -> dict[str, str]:
     """Return a copy of an environment in which a child process uses huge pages and a malloc that reuses freed memory.
 
-    If LD_PRELOAD already names a known allocator and `name` is empty, that one is used, with its own settings.
-    Otherwise the result of `find_recycling_allocator` is preloaded; jemalloc and mimalloc then purge only if
-    `release_free_memory` asks them to, unless MALLOC_CONF or MIMALLOC_PURGE_DELAY is set. With either allocator,
-    THP_MEM_ALLOC_ENABLE=1 is set unless the variable has a value: torch then asks the kernel for huge pages for tensors
-    of 2 MiB and more. Direct I/O pins memory page by page, so huge pages make it faster.
+    If `name` is empty and LD_PRELOAD names a known allocator, or if it names only `name`, that one is used, with its
+    own settings. Otherwise the result of `find_recycling_allocator` replaces known allocators in LD_PRELOAD; jemalloc
+    and mimalloc then purge only if `release_free_memory` asks them to, unless MALLOC_CONF or MIMALLOC_PURGE_DELAY is
+    set. With either allocator, THP_MEM_ALLOC_ENABLE=1 is set unless the variable has a value: torch then asks the
+    kernel for huge pages for tensors of 2 MiB and more. Direct I/O pins memory page by page, so huge pages make it
+    faster.
 
     Parameters
     ----------
     environment : mapping of str to str, optional
         The variables to start from; by default those of this process.
-    name
+    name : str, default ""
         Which allocator, as in `find_recycling_allocator`.
 
     Returns
     -------
     dict of str to str
         The copy; unchanged if LD_PRELOAD names no known allocator and `find_recycling_allocator` finds none.
+
+    Raises
+    ------
+    ValueError
+        No malloc of this name is known.
     """
     child = dict(os.environ if environment is None else environment)
-    preloaded = child.get("LD_PRELOAD", "")
-    is_chosen = not name and any(each in preloaded for each in MALLOCS)
+    preloaded = re.split("[ :]+", child.get("LD_PRELOAD", ""))
+    known = {path: each for path in preloaded for each in MALLOCS if each in Path(path).name}
+    is_chosen = set(known.values()) == {name} if name else bool(known)
     library = None if is_chosen else find_recycling_allocator(name)
     if is_chosen or library is not None:
         child.setdefault(_HUGE_PAGES, "1")
     if library is None:
         return child
-    child["LD_PRELOAD"] = f"{library}:{preloaded}" if preloaded else str(library)
-    for name, (variable, value) in _PURGE_WHEN_ASKED.items():
-        if name in library.name:
+    # Two of them do not work together: one may own what `strdup` returns, the other one `free`.
+    others = [path for path in preloaded if path and path not in known]
+    child["LD_PRELOAD"] = ":".join([str(library), *others])
+    for purging, (variable, value) in _PURGE_WHEN_ASKED.items():
+        if purging in library.name:
             child.setdefault(variable, value)
     return child
 
@@ -256,19 +271,29 @@ def bytes_in_use() -> int | None:
     Returns
     -------
     int or None
-        The count of tcmalloc or jemalloc, read in some microseconds; None with another malloc.
+        The count of tcmalloc or jemalloc, read in tens of microseconds; None with another malloc, and with builds of
+        these two that do not count.
     """
-    process, name, counted = ctypes.CDLL(None), current(), ctypes.c_size_t()
-    if name == "tcmalloc":
-        failed = not process.MallocExtension_GetNumericProperty(_TCMALLOC_IN_USE, ctypes.byref(counted))
-    elif name == "jemalloc":
-        epoch = ctypes.c_uint64(1)  # any value: writing it makes jemalloc add up its counts
-        process.mallctl(b"epoch", None, None, ctypes.byref(epoch), ctypes.c_size_t(ctypes.sizeof(epoch)))
-        size = ctypes.c_size_t(ctypes.sizeof(counted))
-        failed = process.mallctl(_JEMALLOC_IN_USE, ctypes.byref(counted), ctypes.byref(size), None, ctypes.c_size_t(0))
-    else:
+    ask = {"tcmalloc": _in_use_by_tcmalloc, "jemalloc": _in_use_by_jemalloc}.get(current())
+    try:
+        return ask(ctypes.CDLL(None)) if ask is not None else None
+    except (AttributeError, OSError):
         return None
-    return None if failed else counted.value  # jemalloc may be built without counts
+
+
+def _in_use_by_tcmalloc(process: ctypes.CDLL) -> int | None:
+    counted = ctypes.c_size_t()
+    is_known = process.MallocExtension_GetNumericProperty(b"generic.current_allocated_bytes", ctypes.byref(counted))
+    return counted.value if is_known else None
+
+
+def _in_use_by_jemalloc(process: ctypes.CDLL) -> int | None:
+    epoch, counted = ctypes.c_uint64(1), ctypes.c_size_t()
+    # jemalloc adds up its counts when this is written, whatever the value.
+    process.mallctl(b"epoch", None, None, ctypes.byref(epoch), ctypes.c_size_t(ctypes.sizeof(epoch)))
+    size = ctypes.c_size_t(ctypes.sizeof(counted))
+    failed = process.mallctl(b"stats.allocated", ctypes.byref(counted), ctypes.byref(size), None, ctypes.c_size_t(0))
+    return None if failed else counted.value
 
 
 def _malloc_address() -> int:
