@@ -121,11 +121,12 @@ class Limits:
     search_share, device_search_share, search_seconds, search_effort_min
         With `max_slowdown`, the planner runs while training waits. `search_share`, on an accelerator
         `device_search_share`: how long it may take, relative to a step. `search_seconds`: how long it takes with the
-        full effort, for up to 1,000 tensors. `search_effort_min`: the least effort, with which plans are still good.
-        The planner may run a second time for a plan, without recomputation; this run is shorter, and the shares do not
-        include it. If a plan is predicted to exceed `max_slowdown`, another one may be made, with half of the effort.
-        On the CPU, free memory is returned to the system after a run, so the next step allocates its memory again; the
-        shares do not include this time either.
+        full effort, for up to 1,000 tensors; up to three times as long if tensors can be recomputed, which the shares
+        do not include. `search_effort_min`: the least effort, with which plans are still good. The planner may run a
+        second time for a plan, without recomputation; this run is shorter, and the shares do not include it. If a plan
+        is predicted to exceed `max_slowdown`, another one may be made, with half of the effort. On the CPU, free memory
+        is returned to the system after a run, so the next step allocates its memory again; the shares do not include
+        this time either.
     worth_hooks, worth_bytes, worth_tensors
         If the plan that the search ends with lowers the peak by less than `worth_hooks` (relative) or by less than
         `worth_bytes` (`worth_tensors` times `min_tensor_bytes` if that is less), nothing is swapped instead, if this
@@ -188,7 +189,7 @@ class Limits:
     aim_max: float = 0.95
     peak_step: float = 0.05
     noise: float = 0.01
-    search_share: float = 0.3
+    search_share: float = 0.1
     device_search_share: float = 0.7
     search_seconds: float = 0.5
     search_effort_min: float = 0.05
