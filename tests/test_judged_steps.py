@@ -20,8 +20,8 @@ from offload.plan.trace import Node, Recompute, SavedTensor, Trace
 ALLOWED = 0.05
 # A plan's slowdown is what was measured of it, whatever is expected, and its error is that of its own steps.
 MEASURED = replace(LIMITS, plan_spread=1000.0, deviation_min=0.0)
-EIGHT_UNCERTAIN = [1.0, 1.12, 1.04, 1.06, 1.1, 1.02, 1.0, 1.04]
-UNCERTAIN = [*EIGHT_UNCERTAIN, 1.0, 1.12, 1.04, 1.06]  # noise hides whether steps are more than 5 % slower
+EIGHT_UNCERTAIN = [1.1, 1.01, 1.08, 1.04, 1.07, 1.15, 1.11, 1.09]
+UNCERTAIN = [*EIGHT_UNCERTAIN, 1.1, 1.01, 1.08, 1.04]  # noise hides whether steps are more than 5 % slower
 
 
 def recomputing_plan(byte_seconds, *, waits, number=2):
@@ -179,13 +179,13 @@ def judged_after(ratios, limits=MEASURED, *, allowed=ALLOWED):
         ([1.02] * 8, 0.02, 5, True),
         ([1.0499] * 8, 0.0499, 5, True),
         ([1.06] * 8, 0.06, 3, False),
-        ([1.1, 1.14, 1.12] * 3, 0.12, 3, False),
-        ([0.96, 1.08, 1.02, 1.0] * 2, 0.01, 8, True),
+        ([1.1, 1.14, 1.12] * 3, 0.11, 3, False),
+        ([0.98, 1.1, 1.04, 1.02] * 2, 0.01, 8, True),
         (UNCERTAIN, 0.04, 12, False),
-        ([*EIGHT_UNCERTAIN, 1.03, 1.04, 1.03, 1.04], 0.04, 12, True),
+        ([*EIGHT_UNCERTAIN, 1.03, 1.04, 1.03, 1.04], 0.0375, 12, True),
         ([1.0, 1.1], None, 2, None),
         ([1.01, 1.01, 1.3] + [1.01] * 5, 0.01, 5, True),
-        ([1.01, 1.3, 1.08] + [1.01] * 5, 0.01, 7, True),
+        ([1.01, 1.3, 1.3, 1.08] + [1.01] * 4, 0.01, 7, True),
         ([0.5, 0.52, 0.6, 1.0, 1.02, 1.01, 1.0, 1.02, 0.5, 0.52, 0.6, 1.0], 0.0, 12, False),
     ],
 )
@@ -201,27 +201,27 @@ def test_without_the_margin_a_lucky_plan_is_kept():
     """A mutant."""
     limits = replace(MEASURED, standard_errors=0.0, measurements_before_keeping=3)  # two rules less
     search, slowdown, count = judged_after(UNCERTAIN, limits)
-    assert (slowdown, count) == (pytest.approx(0.04), 3)
+    assert (slowdown, count) == (pytest.approx(0.045), 3)
     assert search.best(ALLOWED) is not None
 
 
-# Two of the first three steps agree by chance, or the first five.
-ALIKE_BY_CHANCE = [1.03, 1.031, 1.06, 1.1, 1.0, 1.08, 1.02, 1.09, 1.03, 1.031, 1.06, 1.1]
-FIVE_ALIKE_BY_CHANCE = [1.03, 1.04, 1.06, 1.02, 1.03, 1.09, 1.1, 1.08, 1.03, 1.04, 1.06, 1.02]
+# Two of the first three steps are short by chance, or two of the first five.
+SHORT_BY_CHANCE = [1.0, 1.031, 1.09, 1.06, 1.04, 1.07, 1.06, 1.08, 1.0, 1.031, 1.09, 1.06]
+FIVE_SHORT_BY_CHANCE = [1.1, 1.02, 1.08, 1.07, 1.02, 1.08, 1.04, 1.08, 1.1, 1.02, 1.08, 1.07]
 
 
 @pytest.mark.parametrize(
     ("ratios", "changed", "count", "kept"),
     [
-        (ALIKE_BY_CHANCE, {}, 12, False),
-        (ALIKE_BY_CHANCE, {"measurements_before_keeping": 3, "margins_before_keeping": 1.0}, 3, True),
-        (FIVE_ALIKE_BY_CHANCE, {}, 12, False),
-        (FIVE_ALIKE_BY_CHANCE, {"margins_before_keeping": 1.0}, 5, True),
+        (SHORT_BY_CHANCE, {}, 12, False),
+        (SHORT_BY_CHANCE, {"measurements_before_keeping": 3, "margins_before_keeping": 1.0}, 3, True),
+        (FIVE_SHORT_BY_CHANCE, {}, 12, False),
+        (FIVE_SHORT_BY_CHANCE, {"margins_before_keeping": 1.0}, 5, True),
         ([1.03] * 8, {}, 5, True),
         ([1.03] * 8, {"measurements_before_keeping": 3}, 3, True),
     ],
 )
-def test_a_first_plan_is_not_kept_because_some_steps_agree(ratios, changed, count, kept):
+def test_a_first_plan_is_not_kept_because_some_steps_are_short(ratios, changed, count, kept):
     """Rows with `changed` are mutants."""
     search, _, steps = judged_after(ratios, replace(MEASURED, **changed))
     assert (steps, search.best(ALLOWED) is not None) == (count, kept)

@@ -342,7 +342,7 @@ def test_a_neighbour_while_the_second_plan_is_measured_does_not_end_the_search(s
     assert planned.plan.peak_bytes <= 1.02 * alone.plan.peak_bytes
 
 
-@pytest.mark.parametrize("seed", [1, 4, 7, 8])
+@pytest.mark.parametrize("seed", [1, 2, 4, 8])
 @pytest.mark.parametrize("judges_beside_its_own", [True, False])
 def test_a_plan_is_judged_beside_reference_steps_of_its_own(seed, judges_beside_its_own, monkeypatch):
     """A neighbour slows every step by 8 % from the second plan on.

@@ -1,6 +1,6 @@
 """Compares a plan's measured steps with its reference steps: the slowdown, and how far it may be off.
 
-`PlanSearch.judge` uses it. numpy's `median`, `quantile` and `random` are not used: they import numpy.ma and the random
+`PlanSearch.judge` uses it. numpy's `quantile` and `random` are not used: they import numpy.ma and the random
 generators, which take memory and time in the middle of a training.
 """
 
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from offload.control.limits import Limits
 
-__all__ = ["Comparison", "compared", "medians", "standard_error", "without_waits"]
+__all__ = ["Comparison", "compared", "lower_quartiles", "standard_error", "without_waits"]
 
 _RESAMPLES = 64  # then the standard error is itself known to about 10 %
 _OUTSIDE = 0.16  # of a normal distribution, this share is further below the mean than one standard deviation
@@ -51,7 +51,9 @@ def compared(planned: _Rows, references: _Rows, outside: Sequence[float], waits:
     """Compare the steps of a plan with reference steps, which alternate with them.
 
     Other programs are often busy for less than a step: in each step they slow a few nodes, in the next step other ones.
-    So they lengthen every step, but hardly change the median of a node. Both durations are sums of such medians.
+    So they lengthen every step, but hardly change the lower quartile of a node. Both durations are sums of such
+    quartiles. To that of the plan's steps, the median of the seconds outside nodes is added: a wait that only some
+    steps have is part of the slowdown.
 
     The standard error is found by resampling (bootstrap). The comparison is repeated 64 times, each time with as many
     pairs (a step and the reference step beside it) as were measured, drawn from them with replacement. Half the range
@@ -87,11 +89,13 @@ def compared(planned: _Rows, references: _Rows, outside: Sequence[float], waits:
     return Comparison(compute, taken, half * pairs / sqrt(pairs - 1))
 
 
-def medians(rows: _Rows | _Array) -> _Array:
-    """Return the median of each column."""
+def lower_quartiles(rows: _Rows | _Array) -> _Array:
+    """Return the lower quartile of each column, interpolated between the two values beside it."""
     ordered: _Array = np.sort(np.asarray(rows, dtype=float), axis=0)
-    middle: _Array = (ordered[(len(ordered) - 1) // 2] + ordered[len(ordered) // 2]) / 2
-    return middle
+    below, share = divmod(0.25 * (len(ordered) - 1), 1)
+    low, high = ordered[int(below)], ordered[min(int(below) + 1, len(ordered) - 1)]
+    quartiles: _Array = low + share * (high - low)
+    return quartiles
 
 
 def without_waits(reference: _Array, planned: _Array, waits: Collection[int]) -> _Array:
@@ -128,8 +132,8 @@ def standard_error(deviation: float, pairs: int, others: Sequence[float], limits
 
 def _seconds(planned: _Array, references: _Array, outside: _Array, waits: Collection[int]) -> tuple[float, float]:
     """Return the seconds of the computation, and of the plan's steps."""
-    nodes = medians(planned)
-    compute = without_waits(medians(references), nodes, waits)
+    nodes = lower_quartiles(planned)
+    compute = without_waits(lower_quartiles(references), nodes, waits)
     return float(compute.sum()), float(nodes.sum()) + median(outside.tolist())
 
 

@@ -20,7 +20,7 @@ from statistics import median
 
 from offload.control.estimate import estimated
 from offload.control.limits import Limits
-from offload.control.measured_slowdown import compared, medians, standard_error, without_waits
+from offload.control.measured_slowdown import compared, lower_quartiles, standard_error, without_waits
 from offload.control.step_cost import StepCost
 from offload.control.tried_plan import TriedPlan, assumed_seconds
 from offload.control.watch import Watch
@@ -314,7 +314,7 @@ class PlanSearch:
         if any(each.recomputed_bytes for each in self.tried):
             self.recompute_byte_seconds = found.recompute_byte_seconds
         self.steps += 2 * count
-        elapsed, planned = (medians([cost.nodes for cost in costs]) for costs in (self.references, steps))
+        elapsed, planned = (lower_quartiles([cost.nodes for cost in costs]) for costs in (self.references, steps))
         self.reference_node_seconds = without_waits(elapsed, planned, self.waits).tolist()
         return own.slowdown
 
