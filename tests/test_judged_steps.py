@@ -205,8 +205,9 @@ def test_without_the_margin_a_lucky_plan_is_kept():
     assert search.best(ALLOWED) is not None
 
 
-# Two of the first three steps are short by chance, or two of the first five.
+# One of the first three steps is short by chance.
 SHORT_BY_CHANCE = [1.0, 1.031, 1.09, 1.06, 1.04, 1.07, 1.06, 1.08, 1.0, 1.031, 1.09, 1.06]
+# Three of the first five steps are.
 FIVE_SHORT_BY_CHANCE = [1.1, 1.02, 1.08, 1.07, 1.02, 1.08, 1.04, 1.08, 1.1, 1.02, 1.08, 1.07]
 
 

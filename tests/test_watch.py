@@ -81,6 +81,17 @@ def test_a_plan_that_was_judged_by_steps_that_keep_every_tensor_is_compared_with
     assert list(search.watch.looks) == (pytest.approx([0.1]) if keeps_all else [])
 
 
+def test_that_comparison_is_of_lower_quartiles_too():
+    """Other programs slowed three of the last five steps; those before do not count. A second is outside the node."""
+    trace = Trace((Node("a", 8.0, False),), (0,), ())
+    plan = make_plan(trace, Link(1.0, 1.0), ())
+    search = PlanSearch(LIMITS)
+    search.tried = [TriedPlan(plan, 0.04, 0.0, 0.0, 3, 8.0, 0.0, 0.04, 0.0, keeps_all=True)]
+    nodes = [1.0, 12.0, 8.0, 12.0, 8.0, 12.0]
+    search.compare_with_search(plan, [StepCost(each + 1.0, (each,), each + 1.0, each) for each in nodes])
+    assert list(search.watch.looks) == pytest.approx([0.125])
+
+
 def test_a_new_search_begins_with_a_new_watch():
     search = PlanSearch(LIMITS)
     search.watch.looks.append(0.01)

@@ -122,11 +122,11 @@ class Limits:
         With `max_slowdown`, the planner runs while training waits. `search_share`, on an accelerator
         `device_search_share`: how long it may take, relative to a step. `search_seconds`: how long it takes with the
         full effort, for up to 1,000 tensors; up to three times as long if tensors can be recomputed, which the shares
-        do not include. `search_effort_min`: the least effort, with which plans are still good. The planner may run a
+        do not include. `search_effort_min`: the least effort. Most plans are as good with it. The planner may run a
         second time for a plan, without recomputation; this run is shorter, and the shares do not include it. If a plan
-        is predicted to exceed `max_slowdown`, another one may be made, with half of the effort. On the CPU, free memory
-        is returned to the system after a run, so the next step allocates its memory again; the shares do not include
-        this time either.
+        is predicted to exceed `max_slowdown`, another one may be made, with half of the effort (`halved`). On the CPU,
+        free memory is returned to the system after a run, so the next step allocates its memory again; the shares do
+        not include this time either.
     worth_hooks, worth_bytes, worth_tensors
         If the plan that the search ends with lowers the peak by less than `worth_hooks` (relative) or by less than
         `worth_bytes` (`worth_tensors` times `min_tensor_bytes` if that is less), nothing is swapped instead, if this
@@ -223,6 +223,10 @@ class Limits:
         share = self.search_share if on_cpu else self.device_search_share
         usual_seconds = self.search_seconds * max(1.0, tensors / 1000)
         return max(self.search_effort_min, min(1.0, share * step_seconds / usual_seconds))
+
+    def halved(self, effort: float) -> float:
+        """Return half of an effort, but at least the least effort."""
+        return max(self.search_effort_min, effort / 2)
 
 
 LIMITS = Limits()

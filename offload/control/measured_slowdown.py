@@ -1,6 +1,6 @@
 """Compares a plan's measured steps with its reference steps: the slowdown, and how far it may be off.
 
-`PlanSearch.judge` uses it. numpy's `quantile` and `random` are not used: they import numpy.ma and the random
+`PlanSearch` uses it. numpy's `median`, `quantile` and `random` are not used: they import numpy.ma and the random
 generators, which take memory and time in the middle of a training.
 """
 
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from offload.control.limits import Limits
 
-__all__ = ["Comparison", "compared", "lower_quartiles", "standard_error", "without_waits"]
+__all__ = ["Comparison", "compared", "computed_nodes", "lower_quartiles", "seconds_of_steps", "standard_error"]
 
 _RESAMPLES = 64  # then the standard error is itself known to about 10 %
 _OUTSIDE = 0.16  # of a normal distribution, this share is further below the mean than one standard deviation
@@ -52,30 +52,31 @@ def compared(planned: _Rows, references: _Rows, outside: Sequence[float], waits:
 
     Other programs are often busy for less than a step: in each step they slow a few nodes, in the next step other ones.
     So they lengthen every step, but hardly change the lower quartile of a node. Both durations are sums of such
-    quartiles. To that of the plan's steps, the median of the seconds outside nodes is added: a wait that only some
-    steps have is part of the slowdown.
+    quartiles; the median of the seconds outside nodes is added to that of the plan's steps (`seconds_of_steps`).
 
     The standard error is found by resampling (bootstrap). The comparison is repeated 64 times, each time with as many
     pairs (a step and the reference step beside it) as were measured, drawn from them with replacement. Half the range
-    of the middle 68 % of the results is the standard error, so a single step that is far off hardly changes it. (An
-    error from the durations of whole steps would be 1.5 to 3 times too large.)
+    of the middle 68 % of the results is the standard error, so a single slow step hardly changes it. (An error from
+    the durations of whole steps would be larger.)
 
     Parameters
     ----------
     planned, references
-        Seconds of each node, for each step of the plan, and for each reference step.
+        Seconds of each node, for each step of the plan, and for each reference step. If their numbers differ, only the
+        last of the larger number count.
     outside
         Seconds of each of the plan's steps outside nodes.
     waits
-        The nodes before which reference steps wait for copies (`without_waits`).
+        The nodes before which reference steps wait for copies (`computed_nodes`).
     """
     steps, others, more = (np.asarray(rows, dtype=float) for rows in (planned, references, outside))
-    compute, taken = _seconds(steps, others, more, waits)
     pairs = min(len(steps), len(others))
     steps, others, more = steps[-pairs:], others[-pairs:], more[-pairs:]
     is_pair = others.sum(axis=-1) > 0  # the CPU time of a thread, without that of hooks, can be zero
-    steps, others, more = steps[is_pair], others[is_pair], more[is_pair]
+    if is_pair.any():
+        steps, others, more = steps[is_pair], others[is_pair], more[is_pair]
     pairs = len(steps)
+    compute, taken = _seconds(steps, others, more, waits)
     if pairs < 2:
         return Comparison(compute, taken, 0.0)
     ratios = []
@@ -98,17 +99,26 @@ def lower_quartiles(rows: _Rows | _Array) -> _Array:
     return quartiles
 
 
-def without_waits(reference: _Array, planned: _Array, waits: Collection[int]) -> _Array:
-    """Return the node durations without swapping: those of reference steps, without the effect of their waits.
+def seconds_of_steps(planned: _Rows | _Array, outside: Sequence[float]) -> float:
+    """Return how long a plan's steps take: the sum of the nodes' lower quartiles, and the median seconds outside nodes.
+
+    Outside nodes, steps wait for copies. If every second step waits, it is the median that shows this.
+    """
+    return float(lower_quartiles(planned).sum()) + median(outside)
+
+
+def computed_nodes(planned: _Rows | _Array, references: _Rows | _Array, waits: Collection[int]) -> _Array:
+    """Return the node durations without swapping: the lower quartiles in reference steps, without the effect of waits.
 
     After a wait, caches are cold and threads asleep. So for the first half of the nodes from a wait to the next one, it
-    is the shorter one of their durations in reference steps and in the plan's steps.
+    is the shorter one of their quartiles in reference steps and in the plan's steps.
     """
-    count = len(reference)
-    is_slowed = np.zeros(count, dtype=bool)
-    for wait, end in pairwise([*sorted(waits), count]):
+    pairs = min(len(planned), len(references))  # quartiles of more rows would be nearer to the median
+    steps, own = lower_quartiles(planned[-pairs:]), lower_quartiles(references[-pairs:])
+    is_slowed = np.zeros(len(own), dtype=bool)
+    for wait, end in pairwise([*sorted(waits), len(own)]):
         is_slowed[wait : (wait + end + 1) // 2] = True
-    return np.where(is_slowed, np.minimum(reference, planned), reference)
+    return np.where(is_slowed, np.minimum(own, steps), own)
 
 
 def standard_error(deviation: float, pairs: int, others: Sequence[float], limits: Limits) -> float:
@@ -132,9 +142,7 @@ def standard_error(deviation: float, pairs: int, others: Sequence[float], limits
 
 def _seconds(planned: _Array, references: _Array, outside: _Array, waits: Collection[int]) -> tuple[float, float]:
     """Return the seconds of the computation, and of the plan's steps."""
-    nodes = lower_quartiles(planned)
-    compute = without_waits(lower_quartiles(references), nodes, waits)
-    return float(compute.sum()), float(nodes.sum()) + median(outside.tolist())
+    return float(computed_nodes(planned, references, waits).sum()), seconds_of_steps(planned, outside.tolist())
 
 
 @cache

@@ -3,7 +3,7 @@
 In a *reference step*, computation stops while a copy runs, so that no copy slows it (`plan/serial.py`; on an
 accelerator copy-outs, which hardly slow it, run meanwhile); or every tensor is kept
 (`SlowdownPromise.reference_schedule` says when). The durations of its nodes (parts of the step, `runtime/schedule.py`)
-show how long the step takes without swapping here and now (except after a wait: `without_waits`). `judge` subtracts
+show how long the step takes without swapping here and now (except after a wait: `computed_nodes`). `judge` subtracts
 this duration, and the recomputation, waits and hooks that the plan predicts, from the measured duration of the plan's
 steps. The remainder is taken as the time by which the computation was slowed: by copies and, if the plan recomputes, by
 the recording of the operators that backward runs again. `estimate.py` fits costs per byte to the remainders of all
@@ -20,7 +20,7 @@ from statistics import median
 
 from offload.control.estimate import estimated
 from offload.control.limits import Limits
-from offload.control.measured_slowdown import compared, lower_quartiles, standard_error, without_waits
+from offload.control.measured_slowdown import compared, computed_nodes, seconds_of_steps, standard_error
 from offload.control.step_cost import StepCost
 from offload.control.tried_plan import TriedPlan, assumed_seconds
 from offload.control.watch import Watch
@@ -41,17 +41,15 @@ class PlanSearch:
     limits
         Bounds and tolerances.
     references
-        The last reference steps of the present plan. Those of earlier plans do not count: other programs were less busy
-        or busier then. Also, the first steps of a training are slower than later ones.
+        The last reference steps of the present plan. (Other programs were busier or less busy during earlier plans.)
     waits
         The nodes before which these reference steps wait for copies; empty if they keep every tensor, and on an
         accelerator.
     begun
-        Number of reference steps started for the present plan, counted from its first step or from the last restart of
-        its measurement.
+        Number of reference steps started since the measurement of the present plan began.
     reference_node_seconds
-        Elapsed seconds of each node without swapping, by the reference steps of the plan that was judged last; None
-        before the first judgement.
+        Elapsed seconds of each node without swapping (lower quartiles), by the reference steps of the plan that was
+        judged last; None before the first judgement.
     repeats
         How often the steps of the present plan have been measured again.
     tried
@@ -130,10 +128,12 @@ class PlanSearch:
         scale = cost.own_computed / computed if self.is_shared and computed > 0 else 1.0
         return [scale * seconds for seconds in cost.nodes]
 
+    def _rest(self, steps: Sequence[StepCost]) -> list[float]:
+        return [self._step(cost) - self._computed(cost) for cost in steps]
+
     def compare(self, steps: Sequence[StepCost]) -> tuple[float, float, float]:
         """Return what `compared` does, for these steps of the plan and the reference steps."""
-        outside = [self._step(cost) - self._computed(cost) for cost in steps]
-        return compared([*map(self._nodes, steps)], [*map(self._nodes, self.references)], outside, self.waits)
+        return compared([*map(self._nodes, steps)], [*map(self._nodes, self.references)], self._rest(steps), self.waits)
 
     def add_reference(self, measured: Measured, steps: Sequence[StepCost]) -> None:
         """Store a reference step. After the search, also compare the last `steps` of the plan with it."""
@@ -154,8 +154,9 @@ class PlanSearch:
         if judged is None or not judged.keeps_all:
             return False
         if steps:
-            last = [self._step(each) for each in steps][-self.limits.measurements :]
-            self.watch.looks.append(median(last) / judged.compute_seconds - 1)
+            last = steps[-self.limits.measurements :]
+            taken = seconds_of_steps([*map(self._nodes, last)], self._rest(last))
+            self.watch.looks.append(taken / judged.compute_seconds - 1)
         return True
 
     def forget_steps(self) -> None:
@@ -262,8 +263,7 @@ class PlanSearch:
     ) -> float | None:
         """Estimate the slowdown of a plan, store it in `tried`, and return it. None if more measured steps are needed.
 
-        If it returns a slowdown, it also sets `reference_node_seconds`, and estimates the costs of bytes and the
-        slowdowns of all plans in `tried` again.
+        Also sets `reference_node_seconds`, and estimates costs and slowdowns of all plans in `tried` again.
 
         Parameters
         ----------
@@ -314,8 +314,8 @@ class PlanSearch:
         if any(each.recomputed_bytes for each in self.tried):
             self.recompute_byte_seconds = found.recompute_byte_seconds
         self.steps += 2 * count
-        elapsed, planned = (lower_quartiles([cost.nodes for cost in costs]) for costs in (self.references, steps))
-        self.reference_node_seconds = without_waits(elapsed, planned, self.waits).tolist()
+        planned, references = ([cost.nodes for cost in costs] for costs in (steps, self.references))
+        self.reference_node_seconds = computed_nodes(planned, references, self.waits).tolist()
         return own.slowdown
 
     def may_keep(self, max_slowdown: float, saved_bytes: int) -> bool:

@@ -362,7 +362,7 @@ class SlowdownPromise:
             plan = make(options=replace(options, max_slowdown=None, memory_limit=peak), effort=effort)
             if search.goes_too_far(plan, allowed):
                 wanted = replace(options, max_slowdown=search.aim(allowed), memory_limit=None)
-                plan = make(options=wanted, effort=effort / 2)
+                plan = make(options=wanted, effort=self._limits.halved(effort))
                 keeps_limit = options.memory_limit is None or plan.peak_bytes + held_bytes <= options.memory_limit
                 if not (keeps_limit and search.is_worth_trying(plan)):
                     return self._end_search(planned)
@@ -370,9 +370,9 @@ class SlowdownPromise:
             return plan if search.is_new(plan) else self._end_search(planned)
         plan = make(options=replace(options, max_slowdown=allowed), effort=effort)
         if not (plan.swaps or plan.recomputes) and trace.tensors and planned.replans < self._limits.replans:
-            # No plan whose predicted slowdown is within `max_slowdown` moves tensors. But the prediction may be larger
-            # than the actual slowdown. So a plan with a larger prediction is tried, and its slowdown is measured.
-            return make(options=replace(options, max_slowdown=self._limits.exploring * allowed), effort=effort / 2)
+            # No plan with a predicted slowdown within `max_slowdown` moves tensors. The actual one may be smaller.
+            wanted = replace(options, max_slowdown=self._limits.exploring * allowed)
+            return make(options=wanted, effort=self._limits.halved(effort))
         return plan
 
     def _settle(self, planned: PlannedStep) -> None:
