@@ -42,7 +42,8 @@ def settling_tables(content: Mapping[str, Any]) -> Iterator[Table]:
                 about = [str(number), step["kind"], format_seconds(step["seconds"]), format_bytes(step["peak_bytes"])]
                 cells = about if place == 0 else [""] * len(about)
                 rows.append(Row(f"settling / {run['family']} {number}.{place}", [*cells, "; ".join(text.splitlines())]))
-        title = f"The first {len(run['steps'])} steps: {name}, {processor_of(content['machine'])}"
+        plain = format_seconds(median(step["seconds"] for step in run["plain"]))  # a network has two sizes
+        title = f"The first {len(run['steps'])} steps: {name}, {plain}, {processor_of(content['machine'])}"
         yield Table(title, columns, rows, content["machine"], "settling", note=note(run), page="settling", run=run)
 
 

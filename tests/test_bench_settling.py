@@ -51,7 +51,7 @@ def page_of(run: dict[str, Any], tmp_path: Path, *options: str) -> str:
 
 def test_the_page_has_every_decision_and_says_what_they_led_to(run: dict[str, Any], tmp_path: Path) -> None:
     page = page_of(run, tmp_path)
-    assert "## The first 8 steps: GPT, a processor" in page
+    assert "## The first 8 steps: GPT, 1.000 s, a processor" in page
     assert "changes for the last time at step 5 (target: 20 or fewer)" in page
     assert "The slowest step besides profiled and trial steps takes 1.75 ×" in page
     assert "After the last change, the median is 1.25 ×, at 0.50 × memory." in page
@@ -72,7 +72,7 @@ def test_the_picture_is_drawn(run: dict[str, Any], tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     page_of(run, tmp_path, "--html", str(tmp_path / "page.html"))
     said = (tmp_path / "page.html").read_text(encoding="utf-8")
-    assert 'alt="The first 8 steps: GPT, a processor"' in said
+    assert 'alt="The first 8 steps: GPT, 1.000 s, a processor"' in said
     assert "data:image/svg+xml;base64," in said
 
 

@@ -132,7 +132,10 @@ def test_a_search_that_ends_late_waits_for_the_next_of_these_steps():
 
 
 def run(seed, steps, limits=SOON, noise=0.06, **options):
-    """Train on one of 12 simulated machines."""
+    """Train on one of 12 simulated machines.
+
+    In most trainings no plan is measured again. The tests use seeds with which one is.
+    """
     plant, profiled, calibrated = machine(seed % 12, noise=noise)
     plant.reseed(2000 + seed)
     planned, phase = machines.run(plant, profiled, calibrated, steps, limits=limits, max_slowdown=ALLOWED, **options)
