@@ -80,7 +80,7 @@ def test_one_slow_step_hardly_changes_the_error():
     assert deviation_beside_slow_steps(1) < 2
 
 
-def test_three_of_eight_change_it_by_less_than_noise_of_their_size():
+def test_three_slow_steps_of_eight_change_it_little():
     assert deviation_beside_slow_steps(3) < 4
 
 

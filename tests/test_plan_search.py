@@ -347,8 +347,8 @@ def test_a_neighbour_while_the_second_plan_is_measured_does_not_end_the_search(s
 def test_a_plan_is_judged_beside_reference_steps_of_its_own(seed, judges_beside_its_own, monkeypatch):
     """A neighbour slows every step by 8 % from the second plan on.
 
-    Without the guard, a plan after one that was judged late is compared with reference steps of the time before, and
-    less is saved or nothing.
+    Without the guard, a plan that follows one with twelve reference steps is compared with those, and less is saved
+    or nothing.
     """
     plant, profiled, calibrated = machine(seed, noise=0.005)
     alone, _ = machines.run(plant, profiled, calibrated, STEPS, max_slowdown=0.05)

@@ -62,8 +62,8 @@ def compared(planned: _Rows, references: _Rows, outside: Sequence[float], waits:
     Parameters
     ----------
     planned, references
-        Seconds of each node, for each step of the plan, and for each reference step. If their numbers differ, only the
-        last of the larger number count.
+        Seconds of each node, for each step of the plan, and for each reference step. If one has more rows than
+        the other, its first rows do not count.
     outside
         Seconds of each of the plan's steps outside nodes.
     waits
