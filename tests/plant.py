@@ -165,6 +165,7 @@ def run(
     then: Callable[[int], None] | None = None,
     limits: Limits = LIMITS,
     free_bytes: int = 1 << 60,
+    held: Callable[[], HeldBytes] = lambda: HeldBytes(0, 0),
     **options: Any,
 ) -> tuple[PlannedStep, Phase]:
     """Let a controller run steps on the plant.
@@ -183,6 +184,8 @@ def run(
         Of the controller.
     free_bytes
         Free memory; with enough of it, reference steps of a plan that saves little keep every tensor.
+    held
+        Returns the bytes of model, gradients and optimizers before a step, without those before the profiled step.
     options
         As `offload.enable` takes them.
     """
@@ -191,7 +194,7 @@ def run(
     wanted = Options(**{**defaults, **fixed, **options})
     regions = mock.Mock(**{"choose.return_value": False, "are_given_up.return_value": False})
     controller = PlanController(
-        wanted, Engine(plant.link), Counts(), lambda _: None, lambda: believed, lambda: HeldBytes(0, 0),
+        wanted, Engine(plant.link), Counts(), lambda _: None, lambda: believed, held,
         lambda *_: "there are no operators", regions, limits=limits,
     )  # fmt: skip
     members = {tensor.id: (tensor.id,) for tensor in recorded.tensors}

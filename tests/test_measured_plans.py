@@ -12,7 +12,7 @@ from torch import nn
 import offload
 from offload.control.limits import LIMITS
 from offload.control.phase import Phase
-from offload.control.planned_step import _without_slowing
+from offload.control.step_cost import without_slowing
 from offload.plan import Link, simulate
 from offload.plan.late import with_earlier_prefetches
 
@@ -65,9 +65,9 @@ def test_steady_steps_are_measured_now_and_then(tmp_path):
 
 def test_durations_are_of_computation_without_what_copies_slow_it_by(tmp_path, monkeypatch):
     """Copies that are said to take much of the processor make the same step's own computation shorter."""
-    assert _without_slowing((1.0, 3.0), 1.0) == (0.75, 2.25)
-    assert _without_slowing((1.0, 3.0), 100.0) == (0.5, 1.5)
-    assert _without_slowing((0.0,), 1.0) == (0.0,)
+    assert without_slowing((1.0, 3.0), 1.0) == (0.75, 2.25)
+    assert without_slowing((1.0, 3.0), 100.0) == (0.5, 1.5)
+    assert without_slowing((0.0,), 1.0) == (0.0,)
     model, optimizer = make()
     monkeypatch.setattr("offload.handle.measure_link", lambda *_: replace(LINK, byte_seconds=1e-9))
     with enabled(model, max_slowdown=10.0, spill_dir=tmp_path) as handle:

@@ -127,10 +127,9 @@ class PlanController:
             held = partial(self._held_before, signature)  # called only if needed: it visits hundreds of tensors
             state = self._state(signature)
             planned = state.planned
-            if planned is None:
-                lender = larger_signature(self._states, signature, state, self._limits.borrow_from)
-                if lender is not None:
-                    return self._borrow(state, signature, lender, model, held)
+            about = self._states, signature, state, self._limits.borrow_from
+            if planned is None and (lender := larger_signature(*about)) is not None:
+                return self._borrow(state, signature, lender, model, held)
             if planned is None or planned.lacks_temporaries:
                 return self._record(state, model, held())
             if planned.trial is not None and not planned.trial.is_as_recorded:
@@ -221,6 +220,8 @@ class PlanController:
                 state.enter(Phase.PLANNING, "the trial step is over")
         elif self._promise.needs_plan(planned):
             state.enter(Phase.PLANNING, "measured steps differ from the plan")
+        elif limit_bytes is not None and planned.exceeds(limit_bytes, held()):  # an earlier plan is followed again
+            state.enter(Phase.PLANNING, _MORE_HELD)
         elif self._promise.is_open(planned):
             state.enter(Phase.MEASURING)
         elif planned.is_measured or not self._measures(state, planned):
@@ -331,10 +332,9 @@ class PlanController:
             profiler.stop()
 
     def _read_profiles(self) -> None:
-        if self._profilers():
-            for signature, state in list(self._states.items()):
-                if state.profiler is not None:
-                    self._read_profile(signature, state, state.profiler)
+        for signature, state in list(self._states.items()):
+            if state.profiler is not None:
+                self._read_profile(signature, state, state.profiler)
 
     def _read_profile(self, signature: object, state: SignatureState, profiler: Profiler) -> None:
         profile = profiler.profile()

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import NamedTuple
 
 from offload.control.limits import Limits
 from offload.control.plan_search import PlanSearch
-from offload.control.step_cost import StepCost
+from offload.control.step_cost import StepCost, without_slowing
 from offload.control.trial import Recipes, TrialObserver, recipes_of
 from offload.plan import InfeasibleLimitError, Link, Plan, StateOverlap, make_plan
 from offload.plan.late import with_earlier_prefetches
@@ -55,7 +54,10 @@ class PlannedStep:
         The speed of copies that plans assume, from a calibration or from the engine's own copies.
     held, plan_held
         Bytes of model, gradients and optimizers before a step: the largest figures so far (`HeldBytes.raised_to`), and
-        those for which the present plan was made. They differ if a limit was refused.
+        those for which the present plan was made. They differ if a limit was refused, or if an earlier plan is followed
+        again.
+    plans_held
+        The plans followed since the search last began, each with the bytes for which it was made.
     plan, schedule
         The plan and the schedule that the steps follow; None until the first plan is made.
     reference
@@ -118,6 +120,7 @@ class PlannedStep:
     signature: object = None
     incomplete_profiles: int = 0
     plan_held: HeldBytes = field(init=False)
+    plans_held: list[tuple[Plan, HeldBytes]] = field(default_factory=list)
     plan: Plan | None = None
     schedule: Schedule | None = None
     reference: Schedule | None = None
@@ -219,13 +222,15 @@ class PlannedStep:
 
     def follow(self, plan: Plan, limit_bytes: int | None) -> None:
         """Make the next steps follow `plan`. Tensors that were late are prefetched earlier, within `limit_bytes`."""
+        held = next((known for earlier, known in self.plans_held if earlier is plan), self.held)
         if self.late:
             plan = with_earlier_prefetches(plan, self.late, plan.peak_bytes if limit_bytes is None else limit_bytes)
         if self.recipes is not None:
             plan = replace(plan, refusals=self.recipes.refusals)
         if self.plan is not None:
             log.info("new plan: %s", plan.summary())
-        self.plan, self.plan_held, self.refusal = plan, self.held, None
+        self.plan, self.plan_held, self.refusal = plan, held, None
+        self.plans_held.append((plan, held))
         self.weights = ActivationBytes.of_plan(plan)
         measured = self.recipes.measured if self.recipes is not None else None
         self.schedule = planned_schedule(self.profile.order, plan, self.profile.members, measured)
@@ -239,6 +244,7 @@ class PlannedStep:
     def restart_search(self) -> None:
         """Begin the search again. Plans tried so far do not count; the present one is measured anew, if it stays."""
         self.search.restart()
+        self.plans_held = [(plan, held) for plan, held in self.plans_held if plan is self.plan]
         self.search.repeats = self.replans = 0
         self.reference = None  # after a search, reference steps make copies; in one, they may keep every tensor
         self._forget_measured_steps()
@@ -333,7 +339,7 @@ class PlannedStep:
         predicted_waits = plan.step_seconds - plan.compute_seconds - plan.recompute_seconds
         more_waits = max(0.0, measured.stall_seconds - measured.hook_seconds - predicted_waits)
         slowed = plan.overhead_seconds - len(plan.swaps) * plan.link.swap_seconds
-        self.node_seconds.append(_without_slowing(measured.node_seconds, max(0.0, slowed - more_waits)))
+        self.node_seconds.append(without_slowing(measured.node_seconds, max(0.0, slowed - more_waits)))
         if self.step_seconds:  # on the CPU, a plan's first step also allocates what was released before it
             self.costs.append(StepCost.of(measured))
         self.step_seconds.append(measured.step_seconds)
@@ -389,12 +395,3 @@ class PlannedStep:
 def _has_ended(executor: MeteredExecutor) -> bool:
     """Return whether the step's backward has ended on the host, so that its measurements will be read."""
     return executor.stopwatch is not None and executor.stopwatch.finished
-
-
-def _without_slowing(seconds: Sequence[float], slowed: float) -> tuple[float, ...]:
-    """Subtract `slowed`, the total time that copies added, from the durations in proportion; at most half of each."""
-    if slowed <= 0:
-        return tuple(seconds)
-    total = sum(seconds)
-    share = 1 - min(slowed / total, 0.5) if total > 0 else 1.0
-    return tuple(each * share for each in seconds)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from offload.runtime.executor import Measured
 
-__all__ = ["StepCost"]
+__all__ = ["StepCost", "without_slowing"]
 
 
 @dataclass(frozen=True)
@@ -47,3 +48,12 @@ class StepCost:
         share = min(1.0, own_computed / computed) if computed > 0 else 1.0
         waited = max(0.0, measured.stall_seconds - measured.hook_seconds)
         return cls(measured.step_seconds, nodes, own + share * waited, own_computed)
+
+
+def without_slowing(seconds: Sequence[float], slowed: float) -> tuple[float, ...]:
+    """Subtract `slowed`, the total time that copies added, from the durations in proportion; at most half of each."""
+    if slowed <= 0:
+        return tuple(seconds)
+    total = sum(seconds)
+    share = 1 - min(slowed / total, 0.5) if total > 0 else 1.0
+    return tuple(each * share for each in seconds)
