@@ -26,6 +26,7 @@ def test_predicted_and_measured_stand_side_by_side(tmp_path):
         assert verdict["step_seconds_planned"] == handle.plan.expected_seconds
         assert verdict["step_seconds"] > 0
         assert verdict["step_bytes_planned"] == handle.plan.peak_bytes
+        assert (verdict["kind"], verdict["reason"]) == ("planned", "")
         planned = [row for row in about["steps_measured"] if not row["profiled"]]
         assert planned
         assert all(0 <= row["paused_seconds"] <= row["seconds"] for row in planned)

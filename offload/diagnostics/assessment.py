@@ -166,7 +166,7 @@ def _planned(verdict: Verdict, planned: PlannedStep, subject: Subject) -> Verdic
         late_seconds=sum(planned.late.values()),
         late_seconds_planned=plan.step_seconds - plan.compute_seconds - plan.recompute_seconds,
         is_removed=subject.counts.bare_steps > 0,
-        reason=_why_nothing(planned, subject),
+        reason="" if is_by_hand or moves else _why_nothing(planned, subject),
     )
 
 

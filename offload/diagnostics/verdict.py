@@ -76,7 +76,7 @@ class Verdict:
     limit_bytes, least_limit_bytes : int or None
         If no plan stays within the limit: the limit, and the smallest possible one.
     reason : str
-        Why nothing is swapped or planned.
+        Why nothing is swapped or planned; empty if something is.
     problems : tuple of str
         Problems of the planned steps.
     process_bytes, process_bytes_peak : int or None
