@@ -106,10 +106,15 @@ class StepAllocations:
         return True
 
     def footprint(
-        self, saved: Sequence[SavedTensor], places: Mapping[int, int], gradient_places: Set[int], node_count: int
+        self,
+        saved: Sequence[SavedTensor],
+        places: Mapping[int, int],
+        gradient_places: Set[int],
+        node_count: int,
+        backward_nodes: Set[int] = frozenset(),
     ) -> Footprint:
         """Return the bytes by node that do not belong to `saved`: see the function `footprint`."""
-        return footprint(self._events, saved, places, gradient_places, node_count)
+        return footprint(self._events, saved, places, gradient_places, node_count, backward_nodes)
 
 
 def footprint(
@@ -118,12 +123,15 @@ def footprint(
     places: Mapping[int, int],
     gradient_places: Set[int],
     node_count: int,
+    backward_nodes: Set[int] = frozenset(),
 ) -> Footprint:
     """Return the bytes of each node that do not belong to the tensors `saved`.
 
     `places` has the addresses of their storages by id. Memory that the engine allocates for reloaded tensors is not
     counted: the trace counts it with these tensors. Nor is memory that outlives a part that `apart` marks: it is
     counted with the optimizer's state. Gradients are the allocations at `gradient_places` that still exist at the end.
+    What is allocated between a backward pass and a forward node (the forward computes a gradient) belongs to the last
+    node of this backward pass.
 
     Parameters
     ----------
@@ -138,7 +146,7 @@ def footprint(
     node = 0
     for number, (kind, which, nbytes) in enumerate(events):
         if kind == "node":
-            node = which
+            node = which if which != NO_NODE else node
         elif kind == "saved" and which in wanted:
             found = live.get(places[which])
             if found is not None and which not in produced:
@@ -153,16 +161,21 @@ def footprint(
         _, node, nbytes = live[place]
         gradients[min(node + 1, node_count)] += nbytes
     *before, made = accumulate(gradients)
-    return Footprint(_others(events, owned, node_count), before, made, produced)
+    return Footprint(_others(events, owned, node_count, backward_nodes), before, made, produced)
 
 
-def _others(events: Iterable[Event], owned: Mapping[int, int], node_count: int) -> list[int]:
+def _others(events: Iterable[Event], owned: Mapping[int, int], node_count: int, backward_nodes: Set[int]) -> list[int]:
     highest = [0] * node_count
     charged: dict[int, int] = {}  # address → bytes of the allocation that are counted until it is freed
     inside: dict[int, None] = {}  # addresses that were allocated in a part that `apart` marks
     node, now, reloading, is_apart = 0, 0, False, False
+    latest, paused = 0, 0  # the last node before a pause, and the most bytes since the pause began
     for number, (kind, which, nbytes) in enumerate(events):
         if kind == "node":
+            if which == NO_NODE:
+                latest, paused = (latest, paused) if node == NO_NODE else (node, now)
+            elif node == NO_NODE and which not in backward_nodes:
+                highest[latest] = max(highest[latest], paused)
             node = which
         elif kind == "reload":
             reloading = bool(which)
@@ -179,6 +192,7 @@ def _others(events: Iterable[Event], owned: Mapping[int, int], node_count: int) 
         elif kind == "free":
             now -= charged.pop(which, 0)
             inside.pop(which, None)
+        paused = max(paused, now)
         if node < node_count:
             highest[node] = max(highest[node], now)
     return highest

@@ -322,9 +322,9 @@ class Profiler(Recorder):
                 members[tensor.id] = tuple(storage.entries)
                 places[tensor.id] = storage.place
                 saved.append(tensor)
-        found = self._memory.footprint(saved, places, self._gradient_places, node_count)
-        knows = self._memory.complete and bool(self._watched_to_the_end)
         backward = set(self.order.backward_nodes)
+        found = self._memory.footprint(saved, places, self._gradient_places, node_count, backward)
+        knows = self._memory.complete and bool(self._watched_to_the_end)
         trace = Trace(
             nodes=tuple(
                 Node(name, seconds, number in backward)

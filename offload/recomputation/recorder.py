@@ -19,7 +19,7 @@ from offload.recomputation.random_state import random_state
 from offload.recomputation.template import Window
 from offload.recomputation.values import Call, Held, Probe, Reference, Value
 from offload.torch_compat.autograd import innermost_hooks
-from offload.torch_compat.dispatch import OperatorMode, mode_count, push_mode, remove_mode, tracer
+from offload.torch_compat.dispatch import OperatorMode, mode_count, push_mode, remove_mode, restores_keys
 from offload.torch_compat.settings import in_force
 from offload.torch_compat.tensors import StorageWatch, has_own_bytes, storage_identity, version_of
 
@@ -72,7 +72,7 @@ class OperatorRecorder(OperatorMode):  # type: ignore[no-untyped-call]
 
     def resume(self) -> None:
         """Turn the recorder on. Does nothing while a newer mode is on: that mode's exit would pop this one."""
-        if self.is_on or mode_count() != self._modes or get_ident() != self.thread or callable(tracer()):
+        if self.is_on or mode_count() != self._modes or get_ident() != self.thread or restores_keys():
             return
         self.is_on = True
         push_mode(self)
@@ -80,10 +80,10 @@ class OperatorRecorder(OperatorMode):  # type: ignore[no-untyped-call]
     def suspend(self) -> None:
         """Turn the recorder off; the recorded calls and values are kept.
 
-        The recorder stays on inside torch.compile. `is_on` stays True if other code has temporarily removed all modes:
-        that code puts them back.
+        The recorder stays on inside torch.compile and inside transforms of torch.func. `is_on` stays True if other code
+        has temporarily removed all modes: that code puts them back.
         """
-        if self.is_on and get_ident() == self.thread and not callable(tracer()):
+        if self.is_on and get_ident() == self.thread and not restores_keys():
             self.is_on = not remove_mode(self)
 
     def forget(self) -> None:
@@ -259,7 +259,9 @@ def version_after(operator: Operator, tensor: torch.Tensor) -> int:
 
 
 def key_of(tensor: torch.Tensor) -> int:
-    """Return the identity of a tensor's storage; `NO_KEY` if it has none."""
+    """Return the identity of a tensor's storage; `NO_KEY` if it has none, or is nested."""
+    if tensor.is_nested:
+        return NO_KEY
     try:
         return storage_identity(tensor.untyped_storage())
     except NotImplementedError:  # torch raises this if there is none: sparse, opaque, wrapped by functorch

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from inspect import currentframe
 from typing import Any
 
 import torch
+from torch._functorch import eager_transforms, vmap
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
@@ -19,7 +21,7 @@ __all__ = [
     "modes_of_others",
     "push_mode",
     "remove_mode",
-    "tracer",
+    "restores_keys",
     "undisturbed",
 ]
 
@@ -28,9 +30,31 @@ mode_count: Callable[[], int] = torch._C._len_torch_dispatch_stack
 # One call into C, so an interrupt cannot divide it. `with mode:` also sets flags that only other kinds of modes need.
 push_mode: Callable[[TorchDispatchMode], None] = torch._C._push_on_torch_dispatch_stack
 
-# Returns a callable if this thread is inside a region of torch.compile, including its eager parts. At the end of a
-# region torch restores the dispatch keys of its start, even if other modes are on then.
-tracer: Callable[[], object] = torch._C._dynamo.eval_frame.get_eval_frame_callback
+# Returns a callable if this thread is inside a region of torch.compile, including its eager parts.
+_tracer: Callable[[], object] = torch._C._dynamo.eval_frame.get_eval_frame_callback
+
+
+# Their frames: those of `vmap`, and of `jvp`, `grad` and the other transforms.
+_VMAP, _EAGER_TRANSFORMS = vars(vmap), vars(eager_transforms)
+
+
+def restores_keys() -> bool:
+    """Return whether this thread is inside a region of torch.compile, or a transform of torch.func.
+
+    At the end of either, torch restores the dispatch keys of its start. If the stack of modes has changed within, keys
+    and stack do not fit together any more: operators are not recorded, or every operator of this thread fails.
+
+    A transform is found among the callers. Torch's own stack of transforms does not show it during an operator: this
+    stack is shorter by one while the operator runs on the tensors that the transform has wrapped.
+    """
+    if callable(_tracer()):
+        return True
+    frame = currentframe()
+    while frame is not None:
+        if frame.f_globals is _EAGER_TRANSFORMS or frame.f_globals is _VMAP:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def can_record() -> bool:

@@ -54,8 +54,11 @@ _is_wrapped: Callable[[torch.Tensor], bool] = torch._C._functorch.is_functorch_w
 
 
 def has_own_bytes(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor has its own bytes: not wrapped by functorch, and no zero tensor without memory."""
-    return not tensor._is_zerotensor() and not _is_wrapped(tensor)
+    """Return whether a tensor has bytes of its own, and a shape.
+
+    A tensor that functorch wraps and a zero tensor without memory have no bytes. A nested tensor has no shape.
+    """
+    return not (tensor._is_zerotensor() or _is_wrapped(tensor) or tensor.is_nested)
 
 
 @cache

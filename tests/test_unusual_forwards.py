@@ -1,0 +1,168 @@
+"""Forwards that compute gradients, transform functions, or make nested tensors: the same bits as plain training."""
+
+import warnings
+from copy import deepcopy
+from threading import Thread
+
+import pytest
+import torch
+from torch import nn
+
+import offload
+from offload.plan.trace import SavedTensor
+from offload.profiling.allocations import NO_NODE, footprint
+from offload.recomputation import recorder
+from offload.torch_compat.dispatch import mode_count
+
+STEPS = 6
+MIB = 1 << 20
+
+
+def inner_gradient(net, x):
+    """The gradient of an energy, as of forces or a gradient penalty."""
+    (gradient,) = torch.autograd.grad(torch.tanh(net.inner(x)).square().sum(), x, create_graph=True)
+    return torch.tanh(x + gradient)
+
+
+def detached_gradient(net, x):
+    """The gradient of another graph, as in an inner loop."""
+    own = x.detach().requires_grad_()
+    (gradient,) = torch.autograd.grad(torch.tanh(net.inner(own)).square().sum(), own)
+    return torch.tanh(x + gradient)
+
+
+def mapped(net, x):
+    return torch.vmap(lambda row: torch.tanh(net.inner(row)) * row)(x)
+
+
+def derived(net, x):
+    return x * torch.func.jvp(lambda each: (net.inner(each) * each).sin(), (x,), (x,))[1]
+
+
+def nested(net, x):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch: nested tensors are a prototype
+        parts = torch.nested.as_nested_tensor([x[:50], 2 * x[50:]])
+    return torch.cat([each.cumsum(0) for each in parts.unbind()])
+
+
+def without_gradient(net, x):
+    """Torch makes nested tensors itself."""
+    padding = torch.zeros(8, 64, dtype=torch.bool)
+    padding[:, 50:] = True
+    with torch.no_grad():
+        target = net.teacher(x.detach().view(8, 64, 64), src_key_padding_mask=padding)
+    return x.view(8, 64, 64)[:, : target.shape[1]] - target
+
+
+FORWARDS = inner_gradient, detached_gradient, mapped, derived, nested, without_gradient
+
+
+class Net(nn.Module):
+    """Layers, one of the forwards above, and layers."""
+
+    def __init__(self, forward):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(8))
+        self.inner = nn.Linear(64, 64)
+        teacher = nn.TransformerEncoderLayer(64, 4, batch_first=True)
+        self.teacher = nn.TransformerEncoder(teacher, 1).requires_grad_(False).eval()
+        self.unusual = forward
+
+    def forward(self, x):
+        for layer in self.layers[:4]:
+            x = torch.tanh(layer(x))
+        x = self.unusual(self, x)
+        for layer in self.layers[4:]:
+            x = torch.tanh(layer(x))
+        return x.square().mean()
+
+
+def compare(forward, **goal):
+    """Train a few steps beside a plain copy, and assert that all gradients are equal. Return the report."""
+    torch.manual_seed(0)
+    model = Net(forward)
+    plain = deepcopy(model)
+    with offload.enable(model, min_tensor_bytes=1 << 12, **goal) as handle:
+        for _ in range(STEPS):
+            x = torch.randn(512, 64)
+            for each in (model, plain):
+                each.zero_grad()
+                each(x).backward()
+            for own, other in zip(model.parameters(), plain.parameters(), strict=True):
+                assert own.grad is other.grad is None or torch.equal(own.grad, other.grad)
+        return handle.report()
+
+
+@pytest.mark.parametrize("forward", FORWARDS)
+@pytest.mark.parametrize("goal", [{"preset": "smallest"}, {"max_slowdown": 10.0}, {"n_tensors": -1, "lb": "auto"}])
+def test_gradients_are_those_of_plain_training(forward, goal):
+    report = compare(forward, **goal)
+    assert report.swapped.tensors > 0
+    assert report.verdict.kind != "nothing to swap" or goal == {"max_slowdown": 10.0}
+    assert (report.trial_steps > 0) == (report.verdict.kind == "planned")
+    assert mode_count() == 0
+    assert torch.equal(torch.ones(2) + 1, torch.tensor([2.0, 2.0]))
+
+
+class Recorder(recorder.OperatorRecorder):
+    """Only runs each operator."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+TRANSFORMS = {
+    "jvp": lambda x: torch.func.jvp(lambda each: (each * each).sin(), (x,), (x,))[1],
+    "vmap": lambda x: torch.vmap(lambda row: (row * row).sin())(x),
+}
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize("begins_on", [True, False])
+def test_modes_change_only_outside_transforms(transform, begins_on, monkeypatch):
+    """Each run has a thread of its own: without the guard, torch can fail in it from then on."""
+    found = []
+
+    def run():
+        own = Recorder(0, lambda _: False)
+
+        def pack(tensor):
+            (own.suspend if begins_on else own.resume)()
+            return tensor
+
+        x = torch.randn(4, 4, requires_grad=True)
+        if begins_on:
+            own.resume()
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+                TRANSFORMS[transform](x)
+        except RuntimeError as error:
+            found.append(error)
+            return
+        is_on = torch._C._dispatch_tls_is_dispatch_key_included("Python")
+        found.append((own.is_on, mode_count() > 0, is_on))
+
+    for is_guarded in (True, False):
+        if not is_guarded:
+            monkeypatch.setattr(recorder, "restores_keys", lambda: False)  # a mutant
+        thread = Thread(target=run)
+        thread.start()
+        thread.join()
+        assert (found.pop() == (begins_on,) * 3) == is_guarded
+
+
+def test_what_forward_allocates_after_a_backward_pass_belongs_to_its_last_node():
+    """The saved tensor 7 and 3 MiB more are allocated after a backward pass, and packed by the forward that goes on."""
+    row = SavedTensor(7, MIB, 3, 3, 3, 4, 4)
+    pause = ("node", NO_NODE, 0)
+    events = [
+        ("node", 0, 0), ("node", 1, 0), ("node", 2, 0), pause,
+        ("alloc", 1000, MIB), ("alloc", 2000, 3 * MIB), ("free", 2000, 3 * MIB), ("node", 3, 0), ("saved", 7, 0),
+        ("node", 4, 0), pause, ("alloc", 3000, 9 * MIB),
+    ]  # fmt: skip
+    found = footprint(events, [row], {7: 1000}, set(), 5, {2, 4})
+    assert found.produced == {7: 2}
+    assert found.others == [0, 0, 3 * MIB, 0, 0]
+    between_two = footprint(events, [row], {7: 1000}, set(), 5, {2, 3, 4})  # the user computes two backward passes
+    assert between_two.others == [0] * 5
