@@ -21,6 +21,7 @@ from offload.capacity.step_counter import StepCounter
 from offload.control.profile_listener import RecordedStep
 from offload.profiling.model_state import tensors_in
 from offload.torch_compat.fake import Fakes, is_fake
+from offload.torch_compat.tensors import storage_identity
 
 __all__ = ["CountedOptimizers", "CountedScript", "count_step", "count_steps", "how_counted", "without_values"]
 
@@ -261,7 +262,8 @@ def _end_the_script() -> None:
 
 
 def _bytes_of(inputs: Any) -> int:
-    return sum(_nbytes(each) for each in tree_leaves(inputs) if isinstance(each, Tensor))
+    storages = [each.untyped_storage() for each in tree_leaves(inputs) if isinstance(each, Tensor)]
+    return sum({storage_identity(each): each.nbytes() for each in storages}.values())
 
 
 def _nbytes(tensor: Tensor) -> int:

@@ -24,7 +24,7 @@ from offload.control.device_session import DeviceSession
 from offload.control.signature import Signature
 from offload.options import Options, check_options
 from offload.parameters.mover import ParameterMover
-from offload.runtime.engine import Engine, has_storage
+from offload.runtime.engine import Engine, bytes_of
 from offload.runtime.executor import ScheduleExecutor
 from offload.runtime.forward_wrapper import ForwardWrapper
 from offload.runtime.hooks import HookContext, Policy, StepHooks, innermost_step_hooks
@@ -323,7 +323,7 @@ class EnabledModel:
     def _signature(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Signature:
         shapes: list[tuple[int, ...]] = []
         kinds: list[object] = []
-        input_bytes = 0
+        inputs: list[Tensor] = []
         leaves: Sequence[Any] = (*args, *kwargs.values()) if kwargs else args
         for leaf in leaves:
             if not isinstance(leaf, _PLAIN):
@@ -333,12 +333,12 @@ class EnabledModel:
             if isinstance(leaf, Tensor):
                 shapes.append(tuple(leaf.shape))
                 kinds.append((leaf.dtype, leaf.requires_grad))
-                input_bytes += leaf.nbytes if has_storage(leaf) else 0
+                inputs.append(leaf)
             elif leaf is None or isinstance(leaf, bool):  # selects a branch; few values, so few signatures
                 kinds.append(leaf)
         kinds.append(torch.is_autocast_enabled(self.on_device.device_type))
         kinds += modes_of_others()  # the program's dispatch modes may change what operators return
-        return Signature(tuple(shapes), tuple(kinds), input_bytes)
+        return Signature(tuple(shapes), tuple(kinds), bytes_of(inputs))
 
 
 _PLAIN = (Tensor, bool, NoneType)  # `tree_leaves`, which is slow, returns these values unchanged

@@ -22,7 +22,7 @@ class Signature(NamedTuple):
         Dtypes of these tensors, and whether they require gradients; the bools and Nones among the inputs; whether
         autocast is on; the dispatch modes that are on.
     input_bytes
-        Bytes of the input tensors.
+        Bytes of the input tensors; memory that several of them share counts once.
     """
 
     shapes: tuple[tuple[int, ...], ...]

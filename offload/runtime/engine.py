@@ -46,6 +46,17 @@ def storage_bytes(tensors: Iterable[torch.Tensor | None]) -> dict[int, int]:
     return {storage_identity(storage): storage.nbytes() for storage in (each.untyped_storage() for each in plain)}
 
 
+def bytes_of(tensors: Iterable[torch.Tensor]) -> int:
+    """Return the bytes of plain tensors; where several share a storage, at most the bytes of the storage."""
+    known: dict[int, int] = {}
+    for tensor in tensors:
+        if has_storage(tensor):
+            storage = tensor.untyped_storage()
+            identity = storage_identity(storage)
+            known[identity] = min(known.get(identity, 0) + tensor.nbytes, storage.nbytes())
+    return sum(known.values())
+
+
 def _discard(queue: deque[Any], entry: object) -> None:
     """Remove an entry if it is still there: a signal handler in the same thread may have removed it."""
     with contextlib.suppress(ValueError):
