@@ -34,6 +34,12 @@ def test_a_step_that_is_counted_without_data_counts_it_once():
     assert _bytes_of((DATA, {"key": DATA, "value": [DATA.view(-1)]}, None)) == MIB
 
 
+def test_what_a_transform_wraps_has_no_bytes_of_its_own():
+    found = []
+    torch.vmap(lambda row: found.append(bytes_of([row, DATA])) or row)(DATA)
+    assert found == [MIB]
+
+
 class Attention(nn.Module):
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Forwards that compute gradients, transform functions, or make nested tensors: the same bits as plain training."""
+"""Gradients, transforms and nested tensors in forward, optimizers in backward: the same bits as plain training."""
 
 import warnings
 from copy import deepcopy
@@ -10,8 +10,10 @@ from torch import nn
 
 import offload
 from offload.plan.trace import SavedTensor
+from offload.profiling import allocations
 from offload.profiling.allocations import NO_NODE, footprint
 from offload.recomputation import recorder
+from offload.torch_compat.autograd import OUTSIDE
 from offload.torch_compat.dispatch import mode_count
 
 STEPS = 6
@@ -150,6 +152,64 @@ def test_modes_change_only_outside_transforms(transform, begins_on, monkeypatch)
         thread.start()
         thread.join()
         assert (found.pop() == (begins_on,) * 3) == is_guarded
+
+
+@pytest.mark.parametrize("begins_on", [True, False])
+def test_modes_change_only_outside_backward_passes(begins_on, monkeypatch):
+    """The gradient that a forward computes packs tensors too, inside nodes of its backward pass."""
+    found = []
+
+    def run():
+        own = Recorder(0, lambda _: False)
+        inside = []
+
+        def pack(tensor):
+            if torch._C._current_graph_task_id() >= 0:
+                inside.append(tensor)
+                (own.suspend if begins_on else own.resume)()
+            return tensor
+
+        x = torch.randn(4, 4, requires_grad=True)
+        if begins_on:
+            own.resume()
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            torch.autograd.grad((x * x).sin().sum(), x, create_graph=True)
+        assert inside
+        found.append((own.is_on, mode_count() > 0))
+
+    for is_guarded in (True, False):
+        if not is_guarded:
+            monkeypatch.setattr(recorder, "current_backward", lambda: OUTSIDE)  # a mutant
+        thread = Thread(target=run)
+        thread.start()
+        thread.join()
+        assert (found.pop() == (begins_on,) * 2) == is_guarded
+
+
+def test_torchs_profiler_ends_though_optimizers_step_inside_backward():
+    """They step in hooks after each gradient."""
+    model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(4)])
+    optimizers = {each: torch.optim.SGD([each], lr=0.1) for each in model.parameters()}
+    for each in optimizers:
+        each.register_post_accumulate_grad_hook(lambda parameter: optimizers[parameter].step())
+    with offload.enable(model, min_tensor_bytes=1 << 12, preset="smallest") as handle:
+        for _ in range(STEPS):
+            model(torch.randn(512, 64)).square().mean().backward()
+        assert handle.report().profiled_steps > 0
+        assert not torch.autograd._profiler_enabled()
+
+
+def test_a_recording_is_not_stopped_inside_backward():
+    """Torch would turn its profiler on again when the running node ends."""
+    memory, stopped = allocations.StepAllocations(torch.device("cpu")), []
+    memory.begin()
+    x = torch.ones(4, requires_grad=True)
+    x.register_hook(lambda _: stopped.append(memory.stop()))
+    x.sum().backward()
+    assert stopped == [False]
+    assert torch.autograd._profiler_enabled()
+    assert memory.stop()
+    assert not torch.autograd._profiler_enabled()
 
 
 def test_what_forward_allocates_after_a_backward_pass_belongs_to_its_last_node():

@@ -17,7 +17,7 @@ import torch
 from offload.devices.allocator import release_free_memory
 from offload.plan.trace import SavedTensor
 from offload.torch_compat.allocation_profile import APART, MARK_PREFIX, AllocationEvents, AllocationProfile
-from offload.torch_compat.autograd import backward_caller
+from offload.torch_compat.autograd import OUTSIDE, backward_caller, current_backward
 
 log = logging.getLogger("offload")
 
@@ -50,6 +50,7 @@ class StepAllocations:
         self.complete = False
         self._device = device
         self._profile = AllocationProfile(device)
+        self._backward = current_backward()
         self._other_threads = False
         self._events: Iterable[Event] = ()
 
@@ -87,10 +88,16 @@ class StepAllocations:
             self._profile.mark(f"{_RELOAD}{int(begins)}")
 
     def stop(self) -> bool:
-        """Stop recording. Return False if only the thread that started it can do this, and still runs."""
+        """Stop recording. Return False if this thread cannot do it now.
+
+        Only the thread that started it can, as long as it runs; and not inside a backward pass (an optimizer may step
+        there): when the running node ends, torch would turn the profiler on again.
+        """
         if not self._profile.is_on:
             self._profile.release()
             return True
+        if current_backward() not in (self._backward, OUTSIDE):
+            return False
         if self._profile.is_of_another_thread and self._profile.thread_is_alive:
             return False
         if self._device.type == "cpu":

@@ -18,7 +18,7 @@ from offload.recomputation.operators import Operator
 from offload.recomputation.random_state import random_state
 from offload.recomputation.template import Window
 from offload.recomputation.values import Call, Held, Probe, Reference, Value
-from offload.torch_compat.autograd import innermost_hooks
+from offload.torch_compat.autograd import current_backward, innermost_hooks
 from offload.torch_compat.dispatch import OperatorMode, mode_count, push_mode, remove_mode, restores_keys
 from offload.torch_compat.settings import in_force
 from offload.torch_compat.tensors import StorageWatch, has_own_bytes, storage_identity, version_of
@@ -61,6 +61,7 @@ class OperatorRecorder(OperatorMode):  # type: ignore[no-untyped-call]
         self._is_state = is_state
         self.thread = get_ident()
         self._modes = mode_count()
+        self._backward = current_backward()
         self._hooks = innermost_hooks(while_tracing=True)  # those of the step
         self._calls = 0
         self.is_closed = False
@@ -72,7 +73,7 @@ class OperatorRecorder(OperatorMode):  # type: ignore[no-untyped-call]
 
     def resume(self) -> None:
         """Turn the recorder on. Does nothing while a newer mode is on: that mode's exit would pop this one."""
-        if self.is_on or mode_count() != self._modes or get_ident() != self.thread or restores_keys():
+        if self.is_on or mode_count() != self._modes or self._is_confined():
             return
         self.is_on = True
         push_mode(self)
@@ -80,11 +81,15 @@ class OperatorRecorder(OperatorMode):  # type: ignore[no-untyped-call]
     def suspend(self) -> None:
         """Turn the recorder off; the recorded calls and values are kept.
 
-        The recorder stays on inside torch.compile and inside transforms of torch.func. `is_on` stays True if other code
-        has temporarily removed all modes: that code puts them back.
+        The recorder stays on inside torch.compile, transforms of torch.func, and a backward pass that the forward
+        computes. `is_on` stays True if other code has temporarily removed all modes: that code puts them back.
         """
-        if self.is_on and get_ident() == self.thread and not restores_keys():
+        if self.is_on and not self._is_confined():
             self.is_on = not remove_mode(self)
+
+    def _is_confined(self) -> bool:
+        """Return whether a change of this thread's modes would not last, or would be that of another thread."""
+        return get_ident() != self.thread or current_backward() != self._backward or restores_keys()
 
     def forget(self) -> None:
         """End a window, and forget all values: until the next window, writes to tensors are not recorded."""

@@ -21,7 +21,7 @@ from offload import _core
 from offload.devices.device import device_of
 from offload.recomputation.recipe import Recipe
 from offload.runtime.recomputed_storage import DroppedHandle, RecomputedStorage, StorageKey, WeakDroppedHandle
-from offload.torch_compat.tensors import StorageWatch, storage_identity
+from offload.torch_compat.tensors import StorageWatch, has_own_bytes, storage_identity
 
 log = logging.getLogger("offload")
 
@@ -50,7 +50,7 @@ def bytes_of(tensors: Iterable[torch.Tensor]) -> int:
     """Return the bytes of plain tensors; where several share a storage, at most the bytes of the storage."""
     known: dict[int, int] = {}
     for tensor in tensors:
-        if has_storage(tensor):
+        if has_storage(tensor) and has_own_bytes(tensor):
             storage = tensor.untyped_storage()
             identity = storage_identity(storage)
             known[identity] = min(known.get(identity, 0) + tensor.nbytes, storage.nbytes())
