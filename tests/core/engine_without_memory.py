@@ -26,8 +26,8 @@ def refused_copies(fail, directory):
     store = _core.SwapStore.direct(_core.HostDriver(bandwidth=SLOW), directory)
     engine = Engine(store, torch.device("cpu"))
     refused = queued = 0
-    # Each twice: one of them may be an allocation that few calls make, of a part of a lane's queue.
-    for nth in (nth for nth in range(1, ROUNDS_MAX) for _ in range(2)):
+    # Each three times: one of them may be an allocation that few calls make, of a part of a lane's queue.
+    for nth in (nth for nth in range(1, ROUNDS_MAX) for _ in range(3)):
         faulthandler.dump_traceback_later(60, exit=True)
         tensor = torch.arange(NUMEL, dtype=torch.int32) * nth
         key, slot = engine.look(tensor, tensor.nbytes)
