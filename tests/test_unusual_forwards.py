@@ -107,6 +107,13 @@ def test_gradients_are_those_of_plain_training(forward, goal):
     assert torch.equal(torch.ones(2) + 1, torch.tensor([2.0, 2.0]))
 
 
+def in_a_thread(run):
+    """A thread of its own: without the guard, torch can fail in it from then on."""
+    thread = Thread(target=run)
+    thread.start()
+    thread.join()
+
+
 class Recorder(recorder.OperatorRecorder):
     """Only runs each operator."""
 
@@ -123,7 +130,6 @@ TRANSFORMS = {
 @pytest.mark.parametrize("transform", TRANSFORMS)
 @pytest.mark.parametrize("begins_on", [True, False])
 def test_modes_change_only_outside_transforms(transform, begins_on, monkeypatch):
-    """Each run has a thread of its own: without the guard, torch can fail in it from then on."""
     found = []
 
     def run():
@@ -148,9 +154,7 @@ def test_modes_change_only_outside_transforms(transform, begins_on, monkeypatch)
     for is_guarded in (True, False):
         if not is_guarded:
             monkeypatch.setattr(recorder, "restores_keys", lambda: False)  # a mutant
-        thread = Thread(target=run)
-        thread.start()
-        thread.join()
+        in_a_thread(run)
         assert (found.pop() == (begins_on,) * 3) == is_guarded
 
 
@@ -180,9 +184,7 @@ def test_modes_change_only_outside_backward_passes(begins_on, monkeypatch):
     for is_guarded in (True, False):
         if not is_guarded:
             monkeypatch.setattr(recorder, "current_backward", lambda: OUTSIDE)  # a mutant
-        thread = Thread(target=run)
-        thread.start()
-        thread.join()
+        in_a_thread(run)
         assert (found.pop() == (begins_on,) * 2) == is_guarded
 
 

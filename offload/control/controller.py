@@ -127,8 +127,8 @@ class PlanController:
             held = partial(self._held_before, signature)  # called only if needed: it visits hundreds of tensors
             state = self._state(signature)
             planned = state.planned
-            about = self._states, signature, state, self._limits.borrow_from
-            if planned is None and (lender := larger_signature(*about)) is not None:
+            lender = None if planned else larger_signature(self._states, signature, state, self._limits.borrow_from)
+            if lender is not None:
                 return self._borrow(state, signature, lender, model, held)
             if planned is None or planned.lacks_temporaries:
                 return self._record(state, model, held())

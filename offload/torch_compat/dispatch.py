@@ -33,8 +33,7 @@ push_mode: Callable[[TorchDispatchMode], None] = torch._C._push_on_torch_dispatc
 # Returns a callable if this thread is inside a region of torch.compile, including its eager parts.
 _tracer: Callable[[], object] = torch._C._dynamo.eval_frame.get_eval_frame_callback
 
-
-# Their frames: those of `vmap`, and of `jvp`, `grad` and the other transforms.
+# The globals of functions that apply a transform of torch.func: `vmap`, and `jvp`, `grad` and the others.
 _VMAP, _EAGER_TRANSFORMS = vars(vmap), vars(eager_transforms)
 
 
