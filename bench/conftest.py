@@ -10,7 +10,7 @@ import pytest
 
 NOT_RUN = pytest.StashKey[list[dict[str, str]]]()
 BEGIN = pytest.StashKey[float]()
-SECONDS_MAX = 450.0
+SECONDS_MAX = 600.0
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
