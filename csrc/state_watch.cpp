@@ -130,6 +130,11 @@ bool meet_tensor(Trail& trail, PyObject* tensor, bool with_device) {
 
 bool meet_gradient(Trail& trail, PyObject* parameter) {
   if (!is_plain(parameter)) return true;  // gradients of other kinds of tensors are not counted
+  if (reinterpret_cast<PyObject*>(Py_TYPE(parameter)) != tensors.parameter_type) {
+    // `functional_call` may put the result of an operator here. It has no gradient, and torch warns if that is read.
+    const int is_leaf = is_true(get(tensors.is_leaf, parameter));
+    if (is_leaf <= 0) return is_leaf == 0;
+  }
   const Owned gradient(get(tensors.gradient, parameter));
   if (!gradient) return false;
   return gradient.get() == Py_None ? trail.meet({}) : meet_tensor(trail, gradient.get(), false);

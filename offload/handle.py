@@ -180,8 +180,8 @@ class Session:
         Parameters
         ----------
         *inputs
-            The batch. Give it if the step calls parts of the model and not the model itself: the plan is then chosen by
-            the shapes of these tensors. Otherwise it is chosen by the inputs of the first forward in the block.
+            The batch, whose shapes choose the plan; by default the inputs of the model's first call in the block. Give
+            it if the block calls only parts of the model and its shapes vary.
 
         Examples
         --------
@@ -198,7 +198,7 @@ class Session:
             yield
             return
         with enabled.step() as current:
-            if inputs:
+            if inputs or enabled.calls_parts:
                 enabled.attach(current, inputs, {})
             yield
 

@@ -6,6 +6,7 @@ import logging
 import pytest
 import torch
 from faults.inject import inject_fault, truncate
+from forked_python import run_python
 from test_enable import Net, assert_same, step
 from torch import nn
 
@@ -116,3 +117,40 @@ def test_truncated_spill_file_is_an_error(tmp_path):
         handle._engine.drain()
         assert handle._engine.live_records == 0
     assert all(torch.isfinite(parameter).all() for parameter in model.parameters())
+
+
+FULL = """
+import resource
+import torch
+from torch import nn
+import offload
+
+def train(model):
+    found = []
+    for _ in range(6):
+        loss = model(torch.ones(512, 256)).square().mean()
+        loss.backward()
+        found += [loss.detach().clone(), *(each.grad.clone() for each in model.parameters())]
+        model.zero_grad()
+    return found
+
+torch.manual_seed(0)
+model = nn.Sequential(*[each for _ in range(4) for each in (nn.Linear(256, 256), nn.GELU())])
+expected = train(model)
+for knobs in ({}, {"preset": "smallest"}, {"memory_limit": "8MiB"}):
+    _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with offload.enable(model, min_tensor_bytes="64KiB", spill_dir=FOLDER, **knobs) as handle:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (16 << 10, hard))  # stands for a disk that has become full
+        found = train(model)
+        assert len(found) == len(expected) and all(map(torch.equal, found, expected))
+        if not knobs:
+            assert handle.plan is not None and not handle.plan.swaps, handle.plan
+        resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+"""
+
+
+def test_a_disk_that_is_full_before_the_first_plan_does_not_end_training(tmp_path):
+    script = FULL.replace("FOLDER", repr(str(tmp_path)))
+    ran = run_python("-c", script, timeout=120, XDG_CACHE_HOME=str(tmp_path / "cache"))
+    assert ran.returncode == 0, ran.stderr[-4000:]
+    assert "the disk fails, so plans swap only what memory_limit requires" in ran.stderr

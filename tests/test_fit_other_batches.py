@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from torch import nn
 
 from offload.capacity import replay
-from offload.capacity.replay import Call, sized
+from offload.capacity.replay import Call, Held, sized
 from offload.control.profile_listener import RecordedStep
 from offload.plan import unswapped_bytes
 from offload.plan.rescale import SizedStep, on_the_line_of
@@ -66,6 +67,17 @@ def test_what_does_not_grow_with_the_batch_is_not_scaled(tmp_path: Path) -> None
     there = fit(tmp_path, largest(said))
     assert there["peak_bytes"] <= 128 * MIB
     assert there["peak_bytes"] > 126 * MIB, "and hardly more would fit"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("words", [(), ("--without-data", "--device", "1GiB,12GB/s,1TFLOP/s")])
+def test_an_input_that_the_script_does_not_keep(tmp_path: Path, words: tuple[str, ...]) -> None:
+    """The replay does not keep it either, so that both save the same tensors."""
+    kept = fit(tmp_path, 2048, "loss = model(x).square().mean()", *words)
+    freed = fit(tmp_path, 2048, "batch = [x]; del x; loss = model(batch.pop()).square().mean()", *words)
+    assert freed["peak_bytes"] <= kept["peak_bytes"]
+    assert freed["least_bytes"] <= kept["least_bytes"]
+    assert "twice more, with 2048 items and with 1024" in freed["notes"][-1]
 
 
 @pytest.mark.long
@@ -156,7 +168,7 @@ def runs(*steps: Trace | Exception | None) -> Any:
     """What stands for a replay: it returns these in turn."""
     left = list(steps)
 
-    def run(call: Call, items: int, batch: int, holds: bool) -> RecordedStep | None:
+    def run(call: Call, items: int, batch: int, held: Held) -> RecordedStep | None:
         found = left.pop(0)
         if isinstance(found, Exception):
             raise found
@@ -190,9 +202,30 @@ def test_a_replay_that_tells_nothing_says_why(steps: list[Any], words: str) -> N
     assert sized(recorded(trace(8), 8), CALL, runs(*steps)) == words
 
 
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_a_replay_keeps_inputs_where_the_script_does(is_kept: bool) -> None:
+    found: list[Held] = []
+
+    def run(call: Call, items: int, batch: int, held: Held) -> RecordedStep | None:
+        found.append(held)
+        return recorded(trace(items), items)
+
+    assert isinstance(sized(replace(recorded(trace(8), 8), frees_inputs=not is_kept), CALL, run), SizedStep)
+    assert found == [Held(output=True, inputs=is_kept)] * 2
+
+
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_what_a_real_replay_keeps(is_kept: bool) -> None:
+    model = nn.Sequential(nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 4))
+    step = replay.replayed(call_of(model, torch.randn(2048, 256)), 1024, 2048, Held(output=False, inputs=is_kept))
+    assert step is not None
+    assert step.frees_inputs is not is_kept
+    assert len(step.trace.tensors) == 2 + (not is_kept)
+
+
 def test_a_real_replay_leaves_no_gradients_and_is_disabled() -> None:
     model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 4))
-    step = replay.replayed(call_of(model, torch.randn(2048, 64)), 1024, 2048, True)
+    step = replay.replayed(call_of(model, torch.randn(2048, 64)), 1024, 2048, Held(output=True, inputs=True))
     assert step is not None
     assert step.batch == 1024
     assert step.trace.tensors[0].bytes == 1024 * 256 * 4

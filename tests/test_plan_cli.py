@@ -373,8 +373,17 @@ def test_the_page_of_next_to_nothing(trace_of, tmp_path):
 
 
 def test_a_page_that_cannot_be_written_is_refused(path, tmp_path, capsys):
-    assert call(path, "--memory-limit", "1GiB", *LINK, "--plot", tmp_path / "no" / "plan.html") == 2
-    assert "plan.html" in capsys.readouterr().err
+    assert call(path, "--memory-limit", "1GiB", *LINK, "--plot", tmp_path) == 2
+    assert str(tmp_path) in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["plan"], ["fit"]])
+def test_a_folder_that_is_missing_is_refused_before_a_script_runs(words, tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text("raise SystemExit(7)")
+    done = command(*words, *(["--plot", tmp_path / "no" / "page.html"]), script)
+    assert done.returncode == 2
+    assert "page.html: its folder does not exist" in done.stderr
 
 
 def test_the_shows_on_a_recorded_trace(capsys):

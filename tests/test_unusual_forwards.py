@@ -228,3 +228,25 @@ def test_what_forward_allocates_after_a_backward_pass_belongs_to_its_last_node()
     assert found.others == [0, 0, 3 * MIB, 0, 0]
     between_two = footprint(events, [row], {7: 1000}, set(), 5, {2, 3, 4})  # the user computes two backward passes
     assert between_two.others == [0] * 5
+
+
+@pytest.mark.filterwarnings("error")
+def test_results_of_operators_as_parameters():
+    """Torch warns if their gradient is read, which no step may do: the first one, the one with the plan, or the report."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[layer for _ in range(3) for layer in (nn.Linear(64, 64), nn.Tanh())])
+    x = torch.randn(256, 64)
+
+    def train():
+        found = []
+        for step in range(STEPS):
+            scaled = {name: parameter * (1 + step) for name, parameter in model.named_parameters()}
+            torch.func.functional_call(model, scaled, (x,)).square().mean().backward()
+            found += [parameter.grad.clone() for parameter in model.parameters()]
+            model.zero_grad()
+        return found
+
+    expected = train()
+    with offload.enable(model, memory_limit="1GiB", min_tensor_bytes=1 << 10) as handle:
+        assert all(map(torch.equal, train(), expected))
+        handle.report()

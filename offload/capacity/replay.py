@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,7 @@ from offload.control.registry import listen_to_profiles
 from offload.plan.rescale import SizedStep, on_the_line_of
 from offload.session import disable, enable
 
-__all__ = ["Call", "called", "own_loss", "replayed", "sized"]
+__all__ = ["Call", "Held", "called", "own_loss", "replayed", "sized"]
 
 # Errors that a model's own code may raise for an input that it does not expect.
 _OF_A_MODEL = (
@@ -107,7 +107,22 @@ class Call:
             yield
 
 
-Run = Callable[[Call, int, int, bool], RecordedStep | None]
+class Held(NamedTuple):
+    """What a script holds during backward, besides the graph.
+
+    Attributes
+    ----------
+    output
+        Whether it holds what the model returned.
+    inputs
+        Whether it holds the model's arguments.
+    """
+
+    output: bool
+    inputs: bool
+
+
+Run = Callable[[Call, int, int, Held], RecordedStep | None]
 
 
 def sized(step: RecordedStep, call: Call, run: Run = lambda *args: replayed(*args)) -> SizedStep | str:
@@ -120,17 +135,18 @@ def sized(step: RecordedStep, call: Call, run: Run = lambda *args: replayed(*arg
     call
         The call of its model.
     run
-        Runs and records the call, given the items to run, the whole batch, and whether to hold the model's output
-        during backward, as some scripts do.
+        Runs and records the call, given the items to run, the whole batch, and what to hold during backward, as some
+        scripts do.
     """
     batch = step.batch
     why_not = call.why_not(batch)
     if why_not or batch is None:
         return why_not
     try:
-        for holds in (True, False):
-            full = run(call, batch, batch, holds)
-            smaller = run(call, batch // 2, batch, holds)
+        for output in (True, False):
+            held = Held(output, inputs=not step.frees_inputs)
+            full = run(call, batch, batch, held)
+            smaller = run(call, batch // 2, batch, held)
             if full is not None and smaller is not None:
                 fixed = step.fixed_bytes, full.fixed_bytes
                 found = on_the_line_of(step.trace, fixed[0], full.trace, fixed[1], smaller.trace, batch, batch // 2)
@@ -141,7 +157,7 @@ def sized(step: RecordedStep, call: Call, run: Run = lambda *args: replayed(*arg
     return "with half of the batch it saves other tensors"
 
 
-def replayed(call: Call, items: int, batch: int, holds: bool) -> RecordedStep | None:
+def replayed(call: Call, items: int, batch: int, held: Held) -> RecordedStep | None:
     """Run a call and backward over what it returns, and return the recorded step."""
     told: list[RecordedStep] = []
     model = call.model
@@ -155,8 +171,10 @@ def replayed(call: Call, items: int, batch: int, holds: bool) -> RecordedStep | 
         with handle.step(), call.as_it_was():
             output = model(*args, **kwargs)
         value = own_loss(output)
-        if not holds:
+        if not held.output:
             del output
+        if not held.inputs:
+            del args, kwargs
         value.backward()  # type: ignore[no-untyped-call]
         del value
         handle.trace()  # reads the step, which tells the listener

@@ -6,7 +6,7 @@ shapes, and durations are operations divided by a device's speed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -136,7 +136,7 @@ class StepCounter(Recorder):
         index, self._packs = self._packs, self._packs + 1
         self._module = self._pack_names[index] = running_module(self._module_names) or _ROOT
         identity, nbytes = _storage_of(tensor)
-        if not is_fake(tensor) or identity in self._held or self._is_over:
+        if identity in self._held or self._is_over:
             return tensor, index
         if nbytes < self._min_nbytes:
             return tensor.detach(), index
@@ -182,7 +182,9 @@ class StepCounter(Recorder):
 
     # -- the result ---------------------------------------------------------------------------------------------------
 
-    def recorded(self, batch: int | None, input_bytes: int = 0, state_bytes: int = 0) -> RecordedStep | None:
+    def recorded(
+        self, batch: int | None, input_bytes: Mapping[int, int] | None = None, state_bytes: int = 0
+    ) -> RecordedStep | None:
         """Return the step; None if no backward pass has run.
 
         Parameters
@@ -190,7 +192,7 @@ class StepCounter(Recorder):
         batch
             Its batch size.
         input_bytes
-            Bytes of the model's input.
+            Bytes of the model's inputs, by the identity of their storages.
         state_bytes
             Optimizer state that has been created since, in bytes.
         """
@@ -204,6 +206,10 @@ class StepCounter(Recorder):
         places = {tensor.id: storage.place for storage, tensor in saved}
         found = footprint(self._events, tensors, places, self._gradients, count)
         backward = set(self.order.backward_nodes)
+        inputs = input_bytes or {}
+        freed = {tensor.id for tensor in tensors if tensor.id not in found.produced and places[tensor.id] in inputs}
+        freed_bytes = sum(inputs[places[number]] for number in freed)  # the trace counts them with its tensors
+        produced = {**dict.fromkeys(freed, 0), **found.produced}
         held = self.held_bytes + state_bytes
         nodes = [
             Node(name, flops / self._device.flops, number in backward)
@@ -211,8 +217,8 @@ class StepCounter(Recorder):
         ]
         trace = Trace(
             nodes=tuple(nodes),
-            base_bytes=tuple(held + input_bytes + nbytes for nbytes in found.others),
-            tensors=tuple(replace(each, produced=found.produced.get(each.id, each.packed)) for each in tensors),
+            base_bytes=tuple(held + sum(inputs.values()) - freed_bytes + nbytes for nbytes in found.others),
+            tensors=tuple(replace(each, produced=produced.get(each.id, each.packed)) for each in tensors),
             source="counted without data",
         )
         return RecordedStep(
@@ -225,6 +231,7 @@ class StepCounter(Recorder):
             batch=batch,
             fixed_bytes=tuple(held + nbytes for nbytes in found.gradients),
             no_recipes="recipes are compared in bits, which needs data",
+            frees_inputs=bool(freed),
         )
 
 

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from offload.capacity.device import AbsentDevice
 from offload.capacity.optimizer_step import SMALLEST_BYTES, OptimizerWatch
-from offload.capacity.replay import Call, called, own_loss
+from offload.capacity.replay import Call, Held, called, own_loss
 from offload.capacity.step_counter import StepCounter
 from offload.control.profile_listener import RecordedStep
 from offload.profiling.model_state import tensors_in
@@ -82,24 +82,27 @@ class CountedOptimizers(OptimizerWatch):
 
 
 def count_step(
-    call: Call, items: int, batch: int, holds: bool, *, device: AbsentDevice, fakes: Fakes
+    call: Call, items: int, batch: int, held: Held, *, device: AbsentDevice, fakes: Fakes
 ) -> RecordedStep | None:
     """Count a call with the first `items` of `batch` items, and backward over what it returns; see `replay.sized`."""
     model = call.model
     model.zero_grad(set_to_none=True)
     counter = StepCounter(model, device, fakes, (), max(1, SMALLEST_BYTES * items // batch))
     args, kwargs = call.at(items, batch)
+    input_bytes = _bytes_of((args, kwargs))
     with counter.counting():
         with counter.hooks(), call.as_it_was():
             output = model(*args, **kwargs)
         value = own_loss(output)
-        if not holds:
+        if not held.output:
             del output
+        if not held.inputs:
+            del args, kwargs
         value.backward()  # type: ignore[no-untyped-call]
         del value
     counter.end()
     model.zero_grad(set_to_none=True)
-    return counter.recorded(items, _bytes_of((args, kwargs)))
+    return counter.recorded(items, input_bytes)
 
 
 def count_steps(
@@ -192,7 +195,7 @@ class CountedScript:
         self._device = device
         self._counter: StepCounter | None = None
         self._batch: int | None = None
-        self._input_bytes = 0
+        self._input_bytes: dict[int, int] = {}
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -242,9 +245,9 @@ class CountedScript:
             return None
         return self._counter.recorded(self._batch, self._input_bytes, self.watch.state_bytes)
 
-    def run(self, call: Call, items: int, batch: int, holds: bool) -> RecordedStep | None:
+    def run(self, call: Call, items: int, batch: int, held: Held) -> RecordedStep | None:
         """Count the call again; see `replay.sized`."""
-        return count_step(call, items, batch, holds, device=self._device, fakes=self.fakes)
+        return count_step(call, items, batch, held, device=self._device, fakes=self.fakes)
 
     def _note(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepCounter:
         self.call = Call.of(module, args, kwargs, self.fakes.like)
@@ -261,9 +264,10 @@ def _end_the_script() -> None:
     raise SystemExit(0)
 
 
-def _bytes_of(inputs: Any) -> int:
+def _bytes_of(inputs: Any) -> dict[int, int]:
+    """Return the bytes of the inputs' storages, by their identity."""
     storages = [each.untyped_storage() for each in tree_leaves(inputs) if isinstance(each, Tensor)]
-    return sum({storage_identity(each): each.nbytes() for each in storages}.values())
+    return {storage_identity(each): each.nbytes() for each in storages}
 
 
 def _nbytes(tensor: Tensor) -> int:

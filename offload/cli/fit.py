@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from offload.cli.script import exit_status, profile_script, run_script
+from offload.cli.script import exit_status, page_path, profile_script, run_script
 from offload.plan import unswapped_bytes
 from offload.units import parse_bytes
 
@@ -70,7 +70,9 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         "from operations and the speed of --device",
     )
     parser.add_argument("--json", action="store_true", help="the answer as JSON")
-    parser.add_argument("--plot", type=Path, metavar="fit.html", help="write a page: step time by memory, the plan")
+    parser.add_argument(
+        "--plot", type=page_path, metavar="fit.html", help="write a page: step time by memory, the plan"
+    )
     return parser
 
 

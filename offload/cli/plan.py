@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from offload.cli.plan_tables import options_json, print_options, print_plan
-from offload.cli.script import profile_script
+from offload.cli.script import page_path, profile_script
 from offload.plan import (
     InfeasibleLimitError,
     Link,
@@ -111,7 +111,9 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     shown = parser.add_argument_group("output")
     shown.add_argument("--json", action="store_true", help="the plan as JSON")
     shown.add_argument("--explain", action="store_true", help="a sentence for every tensor")
-    shown.add_argument("--plot", type=Path, metavar="plan.html", help="write a page: memory and lanes over the step")
+    shown.add_argument(
+        "--plot", type=page_path, metavar="plan.html", help="write a page: memory and lanes over the step"
+    )
     return parser
 
 

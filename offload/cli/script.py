@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import runpy
 import sys
 from collections.abc import Callable, Sequence
@@ -14,11 +15,25 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from offload.control.profile_listener import RecordedStep
 
-__all__ = ["exit_status", "profile_script", "run_script"]
+__all__ = ["exit_status", "page_path", "profile_script", "run_script"]
 
 _ExceptHook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
 _PROFILES_MAX = 8  # profiled steps before the trial step is over; after these, the trial step is not awaited
+
+
+def page_path(text: str) -> Path:
+    """Return the path of a page to be written, as argparse's `type`: a script's step takes long, and comes first.
+
+    Raises
+    ------
+    argparse.ArgumentTypeError
+        Its folder does not exist.
+    """
+    path = Path(text)
+    if not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"{text}: its folder does not exist; create it or name another")
+    return path
 
 
 def profile_script(

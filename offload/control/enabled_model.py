@@ -9,22 +9,21 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from types import NoneType
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch import nn
 
 from offload import _core
 from offload.control.device_session import DeviceSession
-from offload.control.signature import Signature
+from offload.control.signature import signature_of
 from offload.options import Options, check_options
 from offload.parameters.mover import ParameterMover
-from offload.runtime.engine import Engine, bytes_of
+from offload.profiling.profiler import Profiler
+from offload.runtime.engine import Engine
 from offload.runtime.executor import ScheduleExecutor
 from offload.runtime.forward_wrapper import ForwardWrapper
 from offload.runtime.hooks import HookContext, Policy, StepHooks, innermost_step_hooks
@@ -41,7 +40,6 @@ from offload.runtime.stores import engines, make_engine
 from offload.runtime.weak import run_pending_callbacks, weak_callback
 from offload.torch_compat import compiled
 from offload.torch_compat.autograd import checkpoint_is_innermost, is_tracing
-from offload.torch_compat.dispatch import modes_of_others
 
 __all__ = ["EnabledModel", "StepRecorder"]
 
@@ -81,6 +79,8 @@ class EnabledModel:
     ----------
     step_listeners
         Called with this `EnabledModel` whenever a step has begun.
+    calls_parts
+        Whether steps, begun by `step`, call parts of the model and not the model: they begin before its first call.
     parameters
         Swaps parameters; None if they stay in memory.
     misplaced, moved
@@ -109,6 +109,7 @@ class EnabledModel:
         self.compiled_demand: compiled.Demand | None = None
         self.fallbacks = compiled.Fallbacks()
         self.left_to_checkpoint = False
+        self.calls_parts = False
         self.recording: StepRecorder | None = None
         self.parameters: ParameterMover | None = None
         self._model = weakref.ref(model)
@@ -245,6 +246,8 @@ class EnabledModel:
         try:
             with forward as current:
                 yield current
+                if not current.attached and self.on_device.counts.steps == 0:
+                    self.calls_parts = True
         finally:
             forward.__exit__()  # an interrupt may arrive before the `with` block has called `__exit__`
 
@@ -262,6 +265,7 @@ class EnabledModel:
         current = self.current_hooks()
         if current is None:
             return HookedForward(self, (args, kwargs))
+        self.calls_parts = False
         if not current.attached:  # the first forward within `step`
             self.attach(current, args, kwargs)
         return nullcontext()
@@ -294,13 +298,14 @@ class EnabledModel:
         here.counts.begun.add(1)
         assert model is not None  # its forward is running
         here.state.expire()
-        signature = self._signature(args, kwargs)
+        signature, input_bytes = signature_of(args, kwargs, here.device_type)
         observer = here.observer(signature, model)
+        if isinstance(observer, Profiler):
+            observer.note_inputs(input_bytes)
         prefetches = isinstance(observer, ScheduleExecutor) and not observer.schedule.is_serial
         here.counts.attribute_misses(here.engine.misses, prefetches)
         current.attach(observer)
-        is_recorded = type(current) is not StepHooks
-        if not is_recorded and not here.controller.needs_hooks(signature):
+        if type(current) is StepHooks and not here.controller.needs_hooks(signature):  # otherwise it is recorded
             hooks = current.hooks() if current.hooks is not None else None
             assert hooks is not None  # they are installed: the forward that begins runs under them
             hooks.remove()
@@ -319,29 +324,6 @@ class EnabledModel:
             if self.compiled_demand is None:
                 log.warning("%s", demand)
             self.compiled_demand = demand
-
-    def _signature(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Signature:
-        shapes: list[tuple[int, ...]] = []
-        kinds: list[object] = []
-        inputs: list[Tensor] = []
-        leaves: Sequence[Any] = (*args, *kwargs.values()) if kwargs else args
-        for leaf in leaves:
-            if not isinstance(leaf, _PLAIN):
-                leaves = tree_leaves(leaves)
-                break
-        for leaf in leaves:
-            if isinstance(leaf, Tensor):
-                shapes.append(tuple(leaf.shape))
-                kinds.append((leaf.dtype, leaf.requires_grad))
-                inputs.append(leaf)
-            elif leaf is None or isinstance(leaf, bool):  # selects a branch; few values, so few signatures
-                kinds.append(leaf)
-        kinds.append(torch.is_autocast_enabled(self.on_device.device_type))
-        kinds += modes_of_others()  # the program's dispatch modes may change what operators return
-        return Signature(tuple(shapes), tuple(kinds), bytes_of(inputs))
-
-
-_PLAIN = (Tensor, bool, NoneType)  # `tree_leaves`, which is slow, returns these values unchanged
 
 
 class HookedForward(HookContext):

@@ -45,6 +45,8 @@ class RecordedStep:
         optimizer state).
     no_recipes
         Why the trial step could not run; empty if it has run or was not requested.
+    frees_inputs
+        Whether an input is among the trace's tensors: only the graph holds it after forward.
     """
 
     trace: Trace = field(repr=False)
@@ -56,6 +58,7 @@ class RecordedStep:
     batch: int | None
     fixed_bytes: tuple[int, ...] = field(repr=False)
     no_recipes: str = ""
+    frees_inputs: bool = False
 
 
 # Returns the most bytes that a trial step may take; None if it wants no trial step. It is called again with the recipes
@@ -103,4 +106,5 @@ def _recorded(planned: PlannedStep, options: Options, device: torch.device, *, m
         batch=next((shape[0] for shape in shapes if shape and shape[0] > 0), None),
         fixed_bytes=tuple(min(base, before + own) for base, own in zip(trace.base_bytes, made, strict=True)),
         no_recipes=planned.recipes.reason if planned.recipes is not None else "",
+        frees_inputs=profile.frees_inputs,
     )

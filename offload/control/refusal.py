@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from offload.control.planned_step import PlannedStep
@@ -59,6 +59,7 @@ def explained(
     frozen_bytes: int,
     parameter_bytes: int,
     copied_bytes: int,
+    moved_parameter_bytes: Callable[[int], int],
     for_gradients: Sequence[GradientKnob],
 ) -> InfeasibleLimitError:
     """Return the error with the memory that is not saved for backward divided into parts, and with knobs.
@@ -84,6 +85,8 @@ def explained(
         By how many bytes frozen parameters in memory, and all parameters, could be fewer.
     copied_bytes
         How many bytes of them may be read ahead or still be written at a time if both move.
+    moved_parameter_bytes
+        Returns how many bytes of parameters that move already are in memory under a memory limit, in bytes.
     for_gradients
         Arguments that would free gradients.
     """
@@ -101,7 +104,20 @@ def explained(
     ]
     knobs = [Reason(nbytes, text) for nbytes, text in found if nbytes >= _WORTH_BYTES]
     knobs.sort(key=lambda knob: -knob.bytes)
-    return InfeasibleLimitError(error.limit_bytes, error.least_limit_bytes, tuple(reasons[:_REASONS_MAX]), tuple(knobs))
+    least_bytes = _least_with_parameters(error, moved_parameter_bytes)
+    return InfeasibleLimitError(error.limit_bytes, least_bytes, tuple(reasons[:_REASONS_MAX]), tuple(knobs))
+
+
+def _least_with_parameters(error: InfeasibleLimitError, moved_parameter_bytes: Callable[[int], int]) -> int:
+    """Return the least feasible limit, with as many bytes of moved parameters in memory as there are under it.
+
+    The error counts them as under the limit that was refused; under a higher one, more of them are read ahead.
+    """
+    least_bytes = error.least_limit_bytes
+    others_bytes = least_bytes - moved_parameter_bytes(error.limit_bytes)
+    while (needed_bytes := others_bytes + moved_parameter_bytes(least_bytes)) > least_bytes:
+        least_bytes = needed_bytes  # ends: these bytes grow by a part of what the limit grows by
+    return least_bytes
 
 
 def _parts(reason: Reason, planned: PlannedStep, optimizer_bytes: int) -> Iterator[Reason]:

@@ -6,9 +6,20 @@ Plans are kept per signature.
 from __future__ import annotations
 
 import operator
-from typing import NamedTuple
+from collections.abc import Sequence
+from types import NoneType
+from typing import Any, NamedTuple
 
-__all__ = ["Signature"]
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from offload.runtime.engine import bytes_taken
+from offload.torch_compat.dispatch import modes_of_others
+
+__all__ = ["Signature", "signature_of"]
+
+_PLAIN = (Tensor, bool, NoneType)  # `tree_leaves`, which is slow, returns these values unchanged
 
 
 class Signature(NamedTuple):
@@ -35,3 +46,34 @@ class Signature(NamedTuple):
             len(own) == len(theirs) and all(map(operator.le, own, theirs))
             for own, theirs in zip(self.shapes, other.shapes, strict=True)
         )
+
+
+def signature_of(args: tuple[Any, ...], kwargs: dict[str, Any], device_type: str) -> tuple[Signature, dict[int, int]]:
+    """Return the signature of a step that begins, and the bytes of its inputs by the identity of their storages.
+
+    Parameters
+    ----------
+    args, kwargs
+        Arguments of the model's forward.
+    device_type
+        Type of the model's device, of which autocast is looked up.
+    """
+    shapes: list[tuple[int, ...]] = []
+    kinds: list[object] = []
+    inputs: list[Tensor] = []
+    leaves: Sequence[Any] = (*args, *kwargs.values()) if kwargs else args
+    for leaf in leaves:
+        if not isinstance(leaf, _PLAIN):
+            leaves = tree_leaves(leaves)
+            break
+    for leaf in leaves:
+        if isinstance(leaf, Tensor):
+            shapes.append(tuple(leaf.shape))
+            kinds.append((leaf.dtype, leaf.requires_grad))
+            inputs.append(leaf)
+        elif leaf is None or isinstance(leaf, bool):  # selects a branch; few values, so few signatures
+            kinds.append(leaf)
+    kinds.append(torch.is_autocast_enabled(device_type))
+    kinds += modes_of_others()  # the program's dispatch modes may change what operators return
+    input_bytes = bytes_taken(inputs)
+    return Signature(tuple(shapes), tuple(kinds), sum(input_bytes.values())), input_bytes

@@ -213,6 +213,7 @@ class StatePlanner:
             frozen_bytes=frozen_bytes,
             parameter_bytes=parameter_bytes,
             copied_bytes=sum(copied_bytes_max(self._options.memory_limit)),
+            moved_parameter_bytes=self._held.moved_parameter_bytes,
             for_gradients=self._for_gradients(),
         )
 

@@ -91,6 +91,7 @@ class TimedTrial(RecipeTrial):
     def unpacking(self, pack_index: int) -> None:
         """Start the time of the hook in which backward asks for the tensor of this pack."""
         self._stopwatch.begin()
+        super().unpacking(pack_index)
         self._stopwatch.listen_for_the_end()
         if current_node() is not None:  # otherwise code outside of backward reads grad_fn's attributes
             self._arrive(self._node_of_use.get(pack_index))

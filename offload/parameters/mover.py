@@ -154,8 +154,9 @@ class ParameterMover:
         self._model = weakref.ref(model)
         self._min_nbytes = min_nbytes
         self._name_of = name_of
-        self._ahead_bytes, behind_bytes = copied_bytes_max(memory_limit)
-        self.window = Window(self._ahead_bytes, moves_trained=also_trained)
+        self._memory_limit, self._in_flight_bytes_max = memory_limit, engine.in_flight_bytes_max
+        ahead_bytes, behind_bytes = self._copied_bytes_max(memory_limit)
+        self.window = Window(ahead_bytes, moves_trained=also_trained)
         if also_trained:
             allow_foreach(MovedParameter)
         self._passes = Pass()
@@ -165,7 +166,7 @@ class ParameterMover:
         self._wrapped: dict[int, weakref.ref[Any]] = {}  # ForwardWrapper or CompiledCall by the identity of its module
         self._compiled: frozenset[int] = frozenset()
         self._largest_bytes = 0  # the most bytes of parameters that one module or compiled part uses
-        engine.in_flight_bytes_max = min(engine.in_flight_bytes_max, behind_bytes)
+        engine.in_flight_bytes_max = behind_bytes
         try:
             unseen(self._leave, model)
             engine.drain()
@@ -313,10 +314,13 @@ class ParameterMover:
         counts.in_bytes, counts.out_bytes, counts.rewritten = window.in_bytes, window.out_bytes, window.rewritten
         counts.failed, counts.failure = self.engine.failed + window.refused, self.engine.failure or window.refusal
 
-    def bytes_in_memory_max(self) -> int:
-        """Return an upper bound on the bytes of moved parameters in memory at a time while the model runs."""
+    def bytes_in_memory_max(self, memory_limit: int | None = None) -> int:
+        """Return an upper bound on the bytes of moved parameters in memory at a time while the model runs.
+
+        `memory_limit`: as in `bytes_copied_max`.
+        """
         present = self.window.nbytes()
-        return min(self.counts.nbytes, max(present, self._largest_bytes) + self.bytes_copied_max())
+        return min(self.counts.nbytes, max(present, self._largest_bytes) + self.bytes_copied_max(memory_limit))
 
     def bytes_away_min(self) -> int:
         """Return a lower bound on the bytes of moved parameters that are away while the model runs.
@@ -326,10 +330,21 @@ class ParameterMover:
         self.look()
         return max(0, self.counts.nbytes - self._largest_bytes - self.bytes_copied_max())
 
-    def bytes_copied_max(self) -> int:
-        """Return an upper bound on the bytes of moved parameters that are read ahead or being written at a time."""
-        behind = self.engine.in_flight_bytes_max if self.counts.trained else 0  # updates that are being written
-        return min(self.counts.nbytes, max(self._ahead_bytes, self._largest_bytes) + behind)
+    def bytes_copied_max(self, memory_limit: int | None = None) -> int:
+        """Return an upper bound on the bytes of moved parameters that are read ahead or being written at a time.
+
+        Parameters
+        ----------
+        memory_limit
+            The model's memory limit, in bytes. Default: the present one.
+        """
+        ahead, behind = self._copied_bytes_max(self._memory_limit if memory_limit is None else memory_limit)
+        behind = behind if self.counts.trained else 0  # only updates are written
+        return min(self.counts.nbytes, max(ahead, self._largest_bytes) + behind)
+
+    def _copied_bytes_max(self, memory_limit: int | None) -> tuple[int, int]:
+        ahead, behind = copied_bytes_max(memory_limit)
+        return ahead, min(self._in_flight_bytes_max, behind)
 
     # -- the end ------------------------------------------------------------------------------------------------------
 

@@ -36,6 +36,7 @@ log = logging.getLogger("offload")
 BLOCK_BYTES_MAX = 16 << 20
 KEPT_SECONDS_MAX = 900.0  # a cached result expires after this time, because the load of the machine changes
 SPREAD_MAX = 2.0  # a link is steady if its `spread` is at most this
+_FAILING = 1e6  # bytes per second that plans assume of a disk that fails: so few that swapping never pays
 OTHERS_FRACTION_MAX = 0.1  # share of the CPU time; if other programs use more, the result is not cached
 
 
@@ -218,14 +219,25 @@ def calibrate(
 
 
 def measure_link(device: torch.device, options: Options, room_bytes: int | None = None) -> Link:
-    """Measure the link for the plans of a session with these options. Raises the same errors as `calibrate`.
+    """Measure the link for the plans of a session with these options.
 
     If `room_bytes` is given, the measurement uses no more of the device's memory than this, or 16 KiB if that is more.
+    If the spill file cannot be written or read, the result is a link so slow that plans swap only what a memory limit
+    requires: as in later steps, a disk that fails does not end the training.
+
+    Raises
+    ------
+    MemoryError
+        There is no room even for the smallest blocks.
     """
     # The store is a separate one: no other code uses it, and its copies do not appear in the report.
     # Copies between GPU and host take no CPU time from the computation.
     slows = device.type == "cpu" and torch.get_num_threads() >= len(os.sched_getaffinity(0))
-    found = calibrate(make_store(device, options), device, options.spill_dir, room_bytes=room_bytes)
+    try:
+        found = calibrate(make_store(device, options), device, options.spill_dir, room_bytes=room_bytes)
+    except OSError as error:
+        log.warning("the disk fails, so plans swap only what memory_limit requires: %s", error)
+        return Link(_FAILING, _FAILING)
     return found.link(slows=slows)
 
 

@@ -22,7 +22,7 @@ from offload._core import StateWatch
 from offload.devices.device import device_of
 from offload.runtime.engine import Engine, storage_bytes
 from offload.runtime.weak import WeakReferences, run_pending_callbacks, weak_callback
-from offload.torch_compat.modules import is_sharded, state_tensors
+from offload.torch_compat.modules import gradients_of, is_sharded, state_tensors
 from offload.torch_compat.tensors import local_of
 
 __all__ = ["HeldBefore", "HeldBytes", "HeldMemory", "ModelState", "tensors_in"]
@@ -52,6 +52,7 @@ class HeldBytes:
 
 
 HeldBefore = Callable[[], HeldBytes]
+CountAt = Callable[[int | None], int]  # of a memory limit in bytes
 
 
 class ModelState:
@@ -113,7 +114,7 @@ class ModelState:
 
     def _compute(self, model: nn.Module, *, gradients_only: bool) -> None:
         parameters, buffers = state_tensors(model)
-        self.gradient_bytes = sum(storage_bytes(parameter.grad for parameter in parameters).values())
+        self.gradient_bytes = sum(storage_bytes(gradients_of(parameters)).values())
         if gradients_only:
             return
         held = [*parameters, *buffers]
@@ -159,8 +160,8 @@ class HeldMemory:
         self._is_closed = False
         self._moving: Callable[[], tuple[int, int]] = lambda: (0, 0)
         self._in_memory_max: Callable[[], int] = int
-        self._parameters: Callable[[], int] = int
-        self._parameters_copied: Callable[[], int] = int
+        self._parameters: CountAt = lambda _: 0
+        self._parameters_copied: CountAt = lambda _: 0
         self._moves_in_backward: Callable[[], bool] = bool
         self._found: Callable[[torch.optim.Optimizer], None] | None = None
         _listen(self)
@@ -189,8 +190,10 @@ class HeldMemory:
         """
         self._moving, self._in_memory_max, self._moves_in_backward = nbytes, in_memory_max, in_backward
 
-    def count_parameters(self, in_memory_max: Callable[[], int], copied_max: Callable[[], int]) -> None:
+    def count_parameters(self, in_memory_max: CountAt, copied_max: CountAt) -> None:
         """Register what tells `look` how much moved parameters need while the model runs.
+
+        Both functions take the memory limit in bytes; None is the present one.
 
         Parameters
         ----------
@@ -211,6 +214,12 @@ class HeldMemory:
         """Ignore further optimizer steps."""
         self._is_closed = True
 
+    def moved_parameter_bytes(self, memory_limit: int | None = None) -> int:
+        """Return how many bytes of moved parameters `look` counts. `memory_limit` in bytes; None: the present one."""
+        if self._engine.is_accelerator and not self._moves_in_backward():
+            return self._parameters_copied(memory_limit)
+        return self._parameters(memory_limit)
+
     def look(self) -> HeldBytes:
         """Return the bytes in use now.
 
@@ -223,7 +232,7 @@ class HeldMemory:
         away_bytes = max(0, moved_bytes - self._in_memory_max()) if moved_bytes else 0
         if self._engine.is_accelerator:
             allocated_bytes = device_of(self._engine.device).allocated_bytes() - writing_bytes + moved_bytes
-            allocated_bytes += self._parameters() if self._moves_in_backward() else self._parameters_copied()
+            allocated_bytes += self.moved_parameter_bytes()
             return HeldBytes(allocated_bytes - state.gradient_bytes, state.gradient_bytes, away_bytes)
         states = [list(dict.values(each.state)) for each in self._optimizers]  # swapped-out state stays so
         counted, self._counted = self._counted, -1  # as in `ModelState.look`
@@ -231,7 +240,7 @@ class HeldMemory:
             found = storage_bytes(tensors_in(states))
             self._more_bytes = sum(nbytes for storage, nbytes in found.items() if storage not in state.storages)
         self._counted = state.changes
-        more_bytes = self._more_bytes + moved_bytes + self._parameters()
+        more_bytes = self._more_bytes + moved_bytes + self.moved_parameter_bytes()
         return HeldBytes(state.nbytes + more_bytes + self._engine.resident.now, state.gradient_bytes, away_bytes)
 
     @property

@@ -29,6 +29,7 @@ from offload.runtime.weak import call_when_dead
 from offload.torch_compat.autograd import call_at_end_of_backward, current_node
 from offload.torch_compat.call_stack import running_module
 from offload.torch_compat.compiled import is_compiled_node
+from offload.torch_compat.modules import gradients_of
 from offload.torch_compat.tensors import StorageWatch
 
 _ROOT = "forward"
@@ -129,6 +130,7 @@ class SavedStorage:
     place: int
     nbytes: int
     entries: list[int] = field(default_factory=list)  # pack indices
+    input_bytes: int = 0  # how many of its bytes count as an input, in use before the step
     last_forward: int | None = None  # last node in which code other than offload held the storage; None: it still does
 
 
@@ -150,6 +152,8 @@ class Profile:
         Whether all allocations of the step were recorded, to its end.
     made_gradient_bytes
         The bytes of gradients that this step allocated, including those of its last node.
+    frees_inputs
+        Whether an input is among the trace's tensors: only the graph holds it after forward.
     """
 
     order: StepOrder
@@ -159,6 +163,7 @@ class Profile:
     held: HeldBytes
     knows_temporaries: bool
     made_gradient_bytes: int = 0
+    frees_inputs: bool = False
 
     def with_shorter_nodes(self, node_seconds: Sequence[float]) -> Profile:
         """Return the profile with the shorter of two durations for each node: its own, and that of another step.
@@ -203,6 +208,7 @@ class Profiler(Recorder):
         self._module_names = {id(module): name for name, module in model.named_modules()}
         self.rounds_since = 0  # number of steps that began after this one
         self._watched_to_the_end: bool | None = None  # whether the step was over at the first `stop`; None before
+        self._input_bytes: Mapping[int, int] = {}
         self._names = [_ROOT]
         self._module = _ROOT  # module whose tensor is being packed or unpacked
         self._pack_names: dict[int, str] = {}
@@ -229,13 +235,21 @@ class Profiler(Recorder):
         """
         return self._hooks is not None and self._hooks() is None
 
+    def note_inputs(self, nbytes: Mapping[int, int]) -> None:
+        """Set the bytes of the inputs, by the identity of their storages.
+
+        They are among the bytes in use before the step. An input that only the graph holds can be swapped: if its bytes
+        counted there too, they would count twice.
+        """
+        self._input_bytes = nbytes
+
     def stop(self) -> bool:
         """Stop recording allocations. Return False if another thread has to do it."""
         if self._watched_to_the_end is None:
             self._watched_to_the_end = self.finished
         model = self._model()
         if model is not None and not self._gradient_places:
-            made = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+            made = gradients_of(model.parameters())
             self._gradient_places = {self._engine.address_of(gradient) for gradient in made if has_storage(gradient)}
         return self._memory.stop()
 
@@ -255,7 +269,10 @@ class Profiler(Recorder):
         storage = self._saved.get(identity)
         if storage is None or storage.last_forward is not None:
             storage = self._saved[identity] = SavedStorage(
-                self._engine.watch_storage(tensor), self._engine.address_of(tensor), tensor.untyped_storage().nbytes()
+                self._engine.watch_storage(tensor),
+                self._engine.address_of(tensor),
+                tensor.untyped_storage().nbytes(),
+                input_bytes=self._input_bytes.get(identity, 0),
             )
             self._all_saved.append(storage)
         storage.entries.append(pack_index)
@@ -315,26 +332,33 @@ class Profiler(Recorder):
             return None
         members: dict[int, Sequence[int]] = {}
         places: dict[int, int] = {}
+        inputs: dict[int, int] = {}
         saved = []
         for storage in self._all_saved:
             tensor = tensor_of(storage, self.order)
             if tensor is not None:
                 members[tensor.id] = tuple(storage.entries)
                 places[tensor.id] = storage.place
+                inputs[tensor.id] = storage.input_bytes
                 saved.append(tensor)
         backward = set(self.order.backward_nodes)
         found = self._memory.footprint(saved, places, self._gradient_places, node_count, backward)
         knows = self._memory.complete and bool(self._watched_to_the_end)
+        # A storage that was allocated in the step is no input: the identity of a freed input may be in use again.
+        twice = {number: nbytes for number, nbytes in inputs.items() if nbytes and number not in found.produced}
+        held_bytes = max(0, self._held.total - sum(twice.values()))
+        produced = {**dict.fromkeys(twice, 0), **found.produced}
         trace = Trace(
             nodes=tuple(
                 Node(name, seconds, number in backward)
                 for number, (name, seconds) in enumerate(zip(self._names, measured.node_seconds, strict=True))
             ),
-            base_bytes=tuple(self._held.total + nbytes for nbytes in found.others),
-            tensors=tuple(replace(tensor, produced=found.produced.get(tensor.id, tensor.packed)) for tensor in saved),
+            base_bytes=tuple(held_bytes + nbytes for nbytes in found.others),
+            tensors=tuple(replace(tensor, produced=produced.get(tensor.id, tensor.packed)) for tensor in saved),
             source=f"recorded on {self._engine.device}, torch {torch.__version__}",
         )
-        return Profile(self.order, trace, members, found.gradients, self._held, knows, found.made_gradients)
+        gradients, made = found.gradients, found.made_gradients
+        return Profile(self.order, trace, members, gradients, self._held, knows, made, frees_inputs=bool(twice))
 
 
 def tensor_of(storage: SavedStorage, order: StepOrder) -> SavedTensor | None:

@@ -61,6 +61,10 @@ class RecipeTrial(SwapOnDemand):
         """Wait until the copy-out of a storage has ended, so that the step needs the least memory."""
         slot.record.wait_copied_out()
 
+    def unpacking(self, pack_index: int) -> None:
+        """Refuse the recipe of this pack if what it reads has been changed in place since the pack."""
+        self._trial.used(pack_index)
+
     @property
     def finished(self) -> bool:
         """Return whether the forward pass is over and every recipe has been timed."""
@@ -122,12 +126,22 @@ class _Trial(Recording):
         super().end()
         self.is_over = True
         self.is_as_recorded &= self._met == self._order.entries.keys()
-        for index, sources in self._read.items():
-            if any(source.is_changed for source in sources):
-                self.recipes.pop(index, None)
-                self._timed = [row for row in self._timed if row[0] != index]
-                self.refusals[index] = "what it reads is changed in place later"
-        self._read.clear()
+        for index in self._read:
+            self._refuse_changed(index)
+        # Copies are left out: they take memory, and the program cannot change them.
+        self._read = {index: [each for each in read if not _is_copy(each)] for index, read in self._read.items()}
+
+    def used(self, index: int) -> None:
+        """Note that backward needs the storage of this pack: here a step would recompute it."""
+        index = self._order.duplicates.get(index, index)
+        self._refuse_changed(index)
+        self._read.pop(index, None)
+
+    def _refuse_changed(self, index: int) -> None:
+        if any(source.is_changed for source in self._read.get(index, ())):
+            self.recipes.pop(index, None)
+            self._timed = [row for row in self._timed if row[0] != index]
+            self.refusals[index] = "what it reads is changed in place later"
 
     def drop(self, tensor: torch.Tensor, index: int, key: StorageKey) -> None:
         """Try the recipe of a storage. The storage itself is swapped."""
@@ -251,6 +265,10 @@ class _Trial(Recording):
         base_bytes = max(self._base_bytes[first : entry.packed + 1])
         there = entry.nbytes + self._recorder.alive_bytes + self._engine.resident.now
         return self._limit_bytes - base_bytes - there
+
+
+def _is_copy(source: Held | Probe) -> bool:
+    return isinstance(source, Held) and source.is_own
 
 
 def _measured(recipe: Recipe, seconds: float, workspace_bytes: int) -> MeasuredRecipe:

@@ -46,15 +46,15 @@ def storage_bytes(tensors: Iterable[torch.Tensor | None]) -> dict[int, int]:
     return {storage_identity(storage): storage.nbytes() for storage in (each.untyped_storage() for each in plain)}
 
 
-def bytes_of(tensors: Iterable[torch.Tensor]) -> int:
-    """Return the bytes of plain tensors; where several share a storage, at most the bytes of the storage."""
+def bytes_taken(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
+    """Return the bytes that plain tensors take of each storage, at most all of it, by the storage's identity."""
     known: dict[int, int] = {}
     for tensor in tensors:
         if has_storage(tensor) and has_own_bytes(tensor):
             storage = tensor.untyped_storage()
             identity = storage_identity(storage)
             known[identity] = min(known.get(identity, 0) + tensor.nbytes, storage.nbytes())
-    return sum(known.values())
+    return known
 
 
 def _discard(queue: deque[Any], entry: object) -> None:

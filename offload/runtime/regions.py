@@ -24,7 +24,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflat
 from torch.utils.checkpoint import checkpoint
 
 from offload.recomputation.random_state import as_before, random_state
-from offload.runtime.engine import Engine, bytes_of, has_storage
+from offload.runtime.engine import Engine, bytes_taken, has_storage
 from offload.torch_compat.compiled import opaque, untraced
 from offload.torch_compat.modules import is_sharded, state_tensors
 from offload.torch_compat.settings import in_force, restored
@@ -79,7 +79,7 @@ class RegionTrial:
         result = inner(*args, **kwargs)
         self.calls += 1
         self._modes = _modes(part)
-        self.input_bytes += bytes_of(inputs)
+        self.input_bytes += sum(bytes_taken(inputs).values())
         if not self.refusal:
             is_held = _are_same(_python_state(part, args, kwargs), held)
             self.refusal = _why_not(part, before, [map(version_of, inputs), versions], is_held=is_held)

@@ -6,9 +6,11 @@ several times, which takes milliseconds for a deep model.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from torch import Tensor, nn
 
-__all__ = ["is_sharded", "own_parameters", "state_tensors", "walk"]
+__all__ = ["gradients_of", "is_sharded", "own_parameters", "state_tensors", "walk"]
 
 _SHARDED = frozenset(("FSDPModule", "FullyShardedDataParallel"))
 
@@ -32,6 +34,15 @@ def state_tensors(model: nn.Module) -> tuple[list[nn.Parameter], list[Tensor]]:
                 seen.add(id(child))
                 pending.append(child)
     return list(parameters.values()), list(buffers.values())
+
+
+def gradients_of(parameters: Iterable[Tensor]) -> list[Tensor]:
+    """Return the gradients of those parameters that have one.
+
+    `functional_call` may use the result of an operator as a parameter. It has no gradient, and torch warns if that is
+    read.
+    """
+    return [each.grad for each in parameters if each.is_leaf and each.grad is not None]
 
 
 def is_sharded(model: nn.Module) -> bool:

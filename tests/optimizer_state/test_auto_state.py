@@ -96,7 +96,7 @@ def test_what_is_away_and_frozen_is_counted(tmp_path):
         held = handle._on_device.held
         before = held.look()
         held.count_moving(lambda: (100, 30), lambda: 40, in_backward=bool)
-        held.count_parameters(lambda: 7, lambda: 3)
+        held.count_parameters(lambda _: 7, lambda _: 3)
         after = held.look()
     assert (after.state - before.state, after.kept - before.kept, after.away) == (107, 47, 60)
 

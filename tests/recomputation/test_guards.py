@@ -131,7 +131,7 @@ GUARDS = {
         test_changes.test_a_weight_used_without_gradients_may_change,
     ),
     "a step in another mode is another step": (
-        (enabled_model.EnabledModel, "_signature", "kinds += modes_of_others()", "pass"),
+        (enabled_model, "signature_of", "kinds += modes_of_others()", "pass"),
         test_modes.test_a_mode_of_later_steps_that_changes_results,
     ),
     "a window opens only where no other mode is on": (

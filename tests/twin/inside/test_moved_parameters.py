@@ -106,5 +106,5 @@ def test_plans_count_copies_ahead_and_behind():
         held, parameters = handle._on_device.held, handle._enabled.parameters
         counted = held.look().state
         assert parameters.bytes_copied_max() == (40 + 32) << 10
-        held.count_parameters(lambda: 0, lambda: 0)
+        held.count_parameters(lambda _: 0, lambda _: 0)
         assert counted - held.look().state == parameters.bytes_copied_max()
