@@ -345,7 +345,8 @@ def sweep_table(content: Mapping[str, Any]) -> Table:
         "without swaps. The target: the slowdown is kept within 1 % of noise, and no plan of the sweep that keeps it "
         "has 10 % less growth."
     )
-    return Table("max_slowdown and the frontier", columns, rows, content["machine"], note=note, page="targets")
+    title = f"max_slowdown and the frontier, {processor_of(content['machine'])}"
+    return Table(title, columns, rows, content["machine"], note=note, page="targets")
 
 
 def is_kept(point: Mapping[str, Any], row: Mapping[str, Any]) -> bool:
