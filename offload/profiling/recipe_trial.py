@@ -164,11 +164,12 @@ class _Trial(Recording):
         """Run a recipe once, compare its result and measure the time. Return why it cannot be used; empty if it can."""
         assert self._recorder is not None
         storage, is_workspace = tensor.untyped_storage(), tensor.dtype == torch.uint8
+        alive_bytes = self._recorder.forget_freed()
         there = {number: self._recorder.source(source) for number, source in recipe.sources.items()}
         missing = {number: slot for number, (slot, _) in recipe.slots.items() if there.get(number) is None}
         compared = storage.nbytes() // (1 if storage.nbytes() % 8 else 8)
         needed = recipe.peak_bytes + compared + sum(slot.record.nbytes for slot in missing.values())
-        if needed > self._room(index, recipe.opens):
+        if needed > self._room(index, recipe.opens, alive_bytes):
             return "too large to be tried within the memory limit"
         if recipe.held_bytes > storage.nbytes() // 8:
             return "keeps too much of what it reads"
@@ -251,19 +252,20 @@ class _Trial(Recording):
         self._timed = left
         return len(left)
 
-    def _room(self, index: int, opens: int) -> int:
-        """Return the bytes that a recipe may allocate at this pack. `opens` is that of the recipe.
+    def _room(self, index: int, opens: int, alive_bytes: int) -> int:
+        """Return the bytes that a recipe may allocate at this pack.
+
+        `opens` is that of the recipe. `alive_bytes` are those of the packed storages that have not been freed.
 
         What kernels allocate while they run belongs to the nodes in which the operators ran in forward. After an
         operator that packs several tensors, the node of the last of them has none of it.
         """
         if self._limit_bytes is None or self._base_bytes is None:
             return 2**62
-        assert self._recorder is not None
         entry = self._order.entries[index]
         first = min(self._order.node_after_pack.get(opens, 0), entry.packed)
         base_bytes = max(self._base_bytes[first : entry.packed + 1])
-        there = entry.nbytes + self._recorder.alive_bytes + self._engine.resident.now
+        there = entry.nbytes + alive_bytes + self._engine.resident.now
         return self._limit_bytes - base_bytes - there
 
 

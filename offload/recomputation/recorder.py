@@ -139,10 +139,11 @@ class OperatorRecorder(OperatorMode):  # type: ignore[no-untyped-call]
                 return saved.watch.storage() if unchanged and saved.watch is not None else None
         return None
 
-    @property
-    def alive_bytes(self) -> int:
-        """Bytes of the packed storages that are still in memory."""
-        return sum(each.nbytes for each in self._saved.values() if each.watch is not None and each.watch.is_alive)
+    def forget_freed(self) -> int:
+        """Forget the packed storages that have been freed: no recipe can read them. Return the bytes of the others."""
+        saved = self._saved.items()
+        self._saved = {key: each for key, each in saved if each.watch is not None and each.watch.is_alive}
+        return sum(each.nbytes for each in self._saved.values())
 
     # -- operators ----------------------------------------------------------------------------------------------------
 
