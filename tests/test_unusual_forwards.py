@@ -6,6 +6,7 @@ from threading import Thread
 
 import pytest
 import torch
+from forked_python import run_python
 from torch import nn
 
 import offload
@@ -98,7 +99,8 @@ def compare(forward, **goal):
 
 @pytest.mark.parametrize("forward", FORWARDS)
 @pytest.mark.parametrize("goal", [{"preset": "smallest"}, {"max_slowdown": 10.0}, {"n_tensors": -1, "lb": "auto"}])
-def test_gradients_are_those_of_plain_training(forward, goal):
+def test_gradients_are_those_of_plain_training(forward, goal, monkeypatch):
+    monkeypatch.setenv("OFFLOAD_THROTTLE", "20MB/s")  # so slow that a swap-only plan is worth a trial of recomputation
     report = compare(forward, **goal)
     assert report.swapped.tensors > 0
     assert report.verdict.kind != "nothing to swap" or goal == {"max_slowdown": 10.0}
@@ -232,7 +234,7 @@ def test_what_forward_allocates_after_a_backward_pass_belongs_to_its_last_node()
 
 @pytest.mark.filterwarnings("error")
 def test_results_of_operators_as_parameters():
-    """Torch warns if their gradient is read, which no step may do: the first one, the one with the plan, or the report."""
+    """Torch warns if their gradient is read, which neither a step nor the report may do."""
     torch.manual_seed(0)
     model = nn.Sequential(*[layer for _ in range(3) for layer in (nn.Linear(64, 64), nn.Tanh())])
     x = torch.randn(256, 64)
@@ -250,3 +252,44 @@ def test_results_of_operators_as_parameters():
     with offload.enable(model, memory_limit="1GiB", min_tensor_bytes=1 << 10) as handle:
         assert all(map(torch.equal, train(), expected))
         handle.report()
+
+
+INSIDE = """
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+import offload
+
+def train(model):
+    made, found = torch.Generator().manual_seed(0), []
+    for _ in range(8):
+        x = torch.randn(256, 64, generator=made).requires_grad_()
+        checkpoint(model, x, use_reentrant=True).square().mean().backward()
+        found += [x.grad, *(parameter.grad.clone() for parameter in model.parameters())]
+        model.zero_grad()
+    return found
+
+torch.manual_seed(0)
+model = nn.Sequential(*[layer for _ in range(3) for layer in (nn.Linear(64, 64), nn.GELU())])
+expected = train(model)
+handle = offload.enable(model, "smallest", min_tensor_bytes="4KiB", spill_dir=FOLDER)
+found = train(model)
+assert len(found) == len(expected) and all(map(torch.equal, found, expected))
+assert handle.plan.swaps
+assert "inside a backward pass" in str(handle.report())
+"""
+
+
+def test_a_whole_model_inside_a_reentrant_checkpoint(tmp_path):
+    """Its forward runs inside a backward pass. With torch's profiler on there, the process crashed in the end."""
+    ran = run_python("-c", INSIDE.replace("FOLDER", repr(str(tmp_path))), timeout=120)
+    assert (ran.returncode, ran.stderr) == (0, "")
+
+
+def test_the_profiler_does_not_start_inside_a_backward_pass():
+    profile, started = allocations.AllocationProfile(torch.device("cpu")), []
+    x = torch.ones(4, requires_grad=True)
+    x.register_hook(lambda _: started.append(profile.start()))
+    x.sum().backward()
+    assert started == [False]
+    assert not allocations.AllocationProfile.is_recording()

@@ -20,6 +20,8 @@ from torch._C._profiler import RecordScope
 from torch.autograd import profiler
 from torch.autograd.profiler import profile, record_function
 
+from offload.torch_compat.autograd import OUTSIDE, current_backward
+
 __all__ = ["APART", "MARK_PREFIX", "AllocationEvents", "AllocationProfile", "apart"]
 
 MARK_PREFIX = "offload: "
@@ -84,8 +86,13 @@ class AllocationProfile:
         self._spans: dict[int, record_function] = {}  # the open span of each thread
 
     def start(self) -> bool:
-        """Start recording in this thread. Return False if a profiler is active in this process."""
+        """Start recording in this thread. Return False if a profiler is active in this process.
+
+        Also inside a backward pass: when the running node ends, torch would turn the profiler off without this object's
+        knowledge, and crash later.
+        """
         is_free = not torch._C._autograd._profiler_enabled() and not _is_profiling_in_python()
+        is_free = is_free and current_backward() == OUTSIDE
         if not is_free or self._recording.setdefault("now", self) is not self:
             return False
         try:
