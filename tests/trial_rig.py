@@ -17,10 +17,10 @@ class KnownTrial(TimedTrial):
     """Stands in for a trial: claims a recipe for every entry but some."""
 
     def __init__(
-        self, engine, order, base_bytes, limit_bytes,
+        self, engine, order, trace, limit_bytes,
         seconds=1e-6, heavy=(), refused=None, differs=False, unpack_seconds=0.0,
     ):  # fmt: skip
-        super().__init__(engine, order, base_bytes, limit_bytes)
+        super().__init__(engine, order, trace, limit_bytes)
         self.unpack_seconds = unpack_seconds
         self.order, self.limit_bytes = order, limit_bytes
         self.seconds, self.heavy, self.refused, self.differs = seconds, heavy, refused or {}, differs
@@ -56,10 +56,10 @@ class Begun(list):
     def __init__(self):
         self.about, self.link, self.answer = {}, SLOW, None
 
-    def make(self, engine, order, base_bytes, limit_bytes):
+    def make(self, engine, order, trace, limit_bytes):
         if self.answer is not None:
             return self.answer
-        self.append(KnownTrial(engine, order, base_bytes, limit_bytes, **self.about))
+        self.append(KnownTrial(engine, order, trace, limit_bytes, **self.about))
         return self[-1]
 
 

@@ -53,16 +53,16 @@ class TrialObserver(StepObserver, Protocol):
         """Return the measured durations of the step, with its first `node_count` nodes; None if it has not ended."""
 
 
-# Starts the trial step of a recorded step. Arguments: engine, recorded order, `base_bytes` by node, and the most bytes
-# that the trial may use. If no trial can run, the result is a string that says why.
-MakeTrial = Callable[[Engine, StepOrder, Sequence[int], int], TrialObserver | str]
+# Starts the trial step of a recorded step. Arguments: engine, recorded order, trace, and the most bytes that the trial
+# may use. If no trial can run, the result is a string that says why.
+MakeTrial = Callable[[Engine, StepOrder, Trace, int], TrialObserver | str]
 
 
 class TimedTrial(RecipeTrial):
     """A trial step whose nodes are timed."""
 
-    def __init__(self, engine: Engine, order: StepOrder, base_bytes: Sequence[int], limit_bytes: int) -> None:
-        super().__init__(engine, order, base_bytes, limit_bytes)
+    def __init__(self, engine: Engine, order: StepOrder, trace: Trace, limit_bytes: int) -> None:
+        super().__init__(engine, order, trace.base_bytes, limit_bytes, _unpacked_bytes(trace))
         self._stopwatch = Stopwatch(engine)
         self._node_after_pack = order.node_after_pack
         self._node_of_use: dict[int, int] = {}
@@ -110,13 +110,22 @@ class TimedTrial(RecipeTrial):
             self._stopwatch.arrive(node)
 
 
-def make_trial(engine: Engine, order: StepOrder, base_bytes: Sequence[int], limit_bytes: int) -> TrialObserver | str:
+def _unpacked_bytes(trace: Trace) -> list[int]:
+    """Return, by node, the bytes of the tensors that exist when it ends and are packed later."""
+    found = [0] * len(trace.nodes)
+    for tensor in trace.tensors:
+        for node in range(tensor.produced, tensor.packed):
+            found[node] += tensor.bytes
+    return found
+
+
+def make_trial(engine: Engine, order: StepOrder, trace: Trace, limit_bytes: int) -> TrialObserver | str:
     """Begin a trial step. Returns its observer; if no trial can run, a string that says why."""
     if order.compiled_nodes:
         return "torch.compile made a part of the step"
     if not can_record():
         return f"torch {torch.__version__} cannot record operators together with compiled code; use a newer one"
-    return TimedTrial(engine, order, base_bytes, limit_bytes)
+    return TimedTrial(engine, order, trace, limit_bytes)
 
 
 @dataclass(frozen=True)

@@ -70,7 +70,7 @@ class Trials:
             return None
         order = planned.profile.order
         if order.compiled_nodes and self._regions.begin_trial(planned, model):
-            return self._enter(state, planned, TimedTrial(self._engine, order, planned.trace().base_bytes, 0))
+            return self._enter(state, planned, TimedTrial(self._engine, order, planned.trace(), 0))
         return self._begin(state, planned, self._options.memory_limit or plan.peak_bytes)
 
     def begin_requested(self, state: SignatureState, planned: PlannedStep) -> StepObserver:
@@ -87,7 +87,7 @@ class Trials:
         tell_recipes(self._on_profile, planned, self._options, self._counts, self._engine.device)
 
     def _begin(self, state: SignatureState, planned: PlannedStep, room: int) -> StepObserver | None:
-        trial = self._make(self._engine, planned.profile.order, planned.trace().base_bytes, room)
+        trial = self._make(self._engine, planned.profile.order, planned.trace(), room)
         if isinstance(trial, str):
             planned.recipes = Recipes(reason=trial)
             log.info("nothing is recomputed: %s", trial)

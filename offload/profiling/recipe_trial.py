@@ -45,6 +45,9 @@ class RecipeTrial(SwapOnDemand):
         `base_bytes` of the trace, by node; None if unknown.
     limit_bytes
         The memory limit: a recipe that does not fit into the remaining memory is not tried. None: there is no limit.
+    unpacked_bytes
+        By node: the bytes of the trace's tensors that exist when the node ends and are packed later, such as the second
+        result of an operator.
     """
 
     def __init__(
@@ -53,8 +56,9 @@ class RecipeTrial(SwapOnDemand):
         order: StepOrder,
         base_bytes: Sequence[int] | None = None,
         limit_bytes: int | None = None,
+        unpacked_bytes: Sequence[int] | None = None,
     ) -> None:
-        self._trial = _Trial(engine, order, base_bytes, limit_bytes)
+        self._trial = _Trial(engine, order, base_bytes, limit_bytes, unpacked_bytes)
         self.recomputation = self._trial
 
     def swapped(self, pack_index: int, slot: SwappedStorage, tensor: torch.Tensor) -> None:
@@ -89,7 +93,12 @@ class _Trial(Recording):
     """Tries the recipe of every storage at its pack, where the storage itself is still available for comparison."""
 
     def __init__(
-        self, engine: Engine, order: StepOrder, base_bytes: Sequence[int] | None, limit_bytes: int | None
+        self,
+        engine: Engine,
+        order: StepOrder,
+        base_bytes: Sequence[int] | None,
+        limit_bytes: int | None,
+        unpacked_bytes: Sequence[int] | None,
     ) -> None:
         super().__init__()
         self.recipes: dict[int, MeasuredRecipe] = {}
@@ -100,6 +109,7 @@ class _Trial(Recording):
         self._order = order
         self._base_bytes = base_bytes
         self._limit_bytes = limit_bytes
+        self._unpacked_bytes = unpacked_bytes
         self._met: set[int] = set()
         self._read: dict[int, list[Held | Probe]] = {}
         self._timed: list[tuple[int, MeasuredRecipe, Any, Any]] = []
@@ -266,6 +276,7 @@ class _Trial(Recording):
         first = min(self._order.node_after_pack.get(opens, 0), entry.packed)
         base_bytes = max(self._base_bytes[first : entry.packed + 1])
         there = entry.nbytes + alive_bytes + self._engine.resident.now
+        there += self._unpacked_bytes[entry.packed] if self._unpacked_bytes is not None else 0
         return self._limit_bytes - base_bytes - there
 
 
