@@ -45,5 +45,6 @@ def test_a_layer_whose_workspace_is_packed_after_its_result(is_guarded, monkeypa
 
 def test_bytes_that_exist_before_their_pack():
     nodes = tuple(Node(str(k), 1.0, k > 4) for k in range(8))
-    tensors = (SavedTensor(0, 10, 0, 2, 2, 6, 6), SavedTensor(1, 100, 1, 1, 2, 6, 6), SavedTensor(2, 1000, 1, 4, 4, 5, 5))
+    late, at_once, latest = (10, 0, 2, 2), (100, 1, 1, 2), (1000, 1, 4, 4)  # bytes, produced, packed, last_forward
+    tensors = tuple(SavedTensor(k, *each, 6, 6) for k, each in enumerate((late, at_once, latest)))
     assert trial._unpacked_bytes(Trace(nodes, (0,) * 8, tensors)) == [10, 1010, 1000, 1000, 0, 0, 0, 0]

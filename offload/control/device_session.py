@@ -111,7 +111,8 @@ class DeviceSession:
                     self.held.on_found(states.found)
             about = (options, engine, self.counts, on_recorded, link, look, make_trial, regions, on_profile, limits)
             self.controller = PlanController(*about, plan_state)
-            self.held.on_optimizer_step(self.controller.end_profiles)
+            controller = self.controller
+            self.held.on_optimizer_step(controller.end_profiles, controller.end_finished_profiles)
             if states is not None:
                 in_backward = partial(getattr, states, "steps_in_backward")  # an optimizer may be added later
                 self.held.count_moving(states.away_bytes, states.bytes_in_memory_max, in_backward=in_backward)

@@ -15,13 +15,15 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from offload._core import StateWatch
 from offload.devices.device import device_of
 from offload.runtime.engine import Engine, storage_bytes
 from offload.runtime.weak import WeakReferences, run_pending_callbacks, weak_callback
+from offload.torch_compat.allocation_profile import mark_apart
+from offload.torch_compat.autograd import OUTSIDE, current_backward
 from offload.torch_compat.modules import gradients_of, is_sharded, state_tensors
 from offload.torch_compat.tensors import local_of
 
@@ -132,11 +134,13 @@ _hooks: list[RemovableHandle] = []
 def _listen(listener: HeldMemory) -> None:
     """Call `listener.optimizer_steps` before every optimizer step in this process.
 
-    One hook serves all listeners and is never removed. Torch iterates over a dictionary of hooks. If a hook were
-    removed during this iteration, because its model is freed, the optimizer's step would raise an error.
+    What the step allocates is marked in profiles that go on. The hooks serve all listeners and are never removed. Torch
+    iterates over a dictionary of hooks. If a hook were removed during this iteration, because its model is freed, the
+    optimizer's step would raise an error.
     """
     if not _hooks:
         _hooks.append(register_optimizer_step_pre_hook(_tell))
+        _hooks.append(register_optimizer_step_post_hook(_end_apart))
     _listeners.add(listener)
 
 
@@ -144,6 +148,13 @@ def _tell(optimizer: torch.optim.Optimizer, *_: object) -> None:
     run_pending_callbacks()
     for each in _listeners:
         each.optimizer_steps(optimizer)
+    if current_backward() == OUTSIDE:  # `in_backward.py` marks its own updates
+        mark_apart(begins=True)
+
+
+def _end_apart(*_: object) -> None:
+    if current_backward() == OUTSIDE:
+        mark_apart(begins=False)
 
 
 class HeldMemory:
@@ -156,7 +167,8 @@ class HeldMemory:
         self._counted = -1  # `changes` of the model's state when `_more_bytes` was counted
         self._more_bytes = 0  # bytes of optimizer state
         self._optimizers: WeakReferences[torch.optim.Optimizer] = WeakReferences()
-        self._before_step: Callable[[], None] | None = None
+        self._before_own: Callable[[], None] | None = None
+        self._before_other: Callable[[], None] | None = None
         self._is_closed = False
         self._moving: Callable[[], tuple[int, int]] = lambda: (0, 0)
         self._in_memory_max: Callable[[], int] = int
@@ -166,9 +178,13 @@ class HeldMemory:
         self._found: Callable[[torch.optim.Optimizer], None] | None = None
         _listen(self)
 
-    def on_optimizer_step(self, call: Callable[[], None]) -> None:
-        """Register a bound method that is called before every optimizer step. At that time backward is over."""
-        self._before_step = weak_callback(call)
+    def on_optimizer_step(self, own: Callable[[], None], other: Callable[[], None]) -> None:
+        """Register bound methods, called before optimizers step: those of the model's parameters, and all others.
+
+        Before the first, the model's backward is over. Others may step between its forward and its backward, as in a
+        GAN.
+        """
+        self._before_own, self._before_other = weak_callback(own), weak_callback(other)
 
     def count_moving(
         self,
@@ -283,19 +299,23 @@ class HeldMemory:
         """Record an optimizer that is about to step, if it steps parameters of the model."""
         if self._is_closed:
             return
-        if self._before_step is not None:
-            self._before_step()
+        is_known = any(each is optimizer for each in self._optimizers)
+        is_own = is_known or self._steps_own(optimizer)
+        before = self._before_own if is_own else self._before_other
+        if before is not None:
+            before()
         self._engine.collect()  # backward is over: free the memory of its graph before the optimizer needs memory
         stepped = (parameter for group in optimizer.param_groups for parameter in group["params"])
         self._engine.settle_dropped(stepped)  # of a graph whose backward is still to come
-        if any(each is optimizer for each in self._optimizers):
-            return
-        model = self._state.model
-        own = {id(parameter) for parameter in model.parameters()} if model is not None else set()
-        if any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
+        if is_own and not is_known:
             self._optimizers.add(optimizer)
             if self._found is not None:
                 self._found(optimizer)
+
+    def _steps_own(self, optimizer: torch.optim.Optimizer) -> bool:
+        model = self._state.model
+        own = {id(parameter) for parameter in model.parameters()} if model is not None else set()
+        return any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"])
 
 
 _DEPTH_MAX = 16  # nesting of containers in an optimizer's state; one may contain itself. The same as in `StateWatch`

@@ -22,7 +22,7 @@ from torch.autograd.profiler import profile, record_function
 
 from offload.torch_compat.autograd import OUTSIDE, current_backward
 
-__all__ = ["APART", "MARK_PREFIX", "AllocationEvents", "AllocationProfile", "apart"]
+__all__ = ["APART", "MARK_PREFIX", "AllocationEvents", "AllocationProfile", "apart", "mark_apart"]
 
 MARK_PREFIX = "offload: "
 APART = f"{MARK_PREFIX}apart "
@@ -182,15 +182,17 @@ class AllocationProfile:
 @contextmanager
 def apart() -> Iterator[None]:
     """Mark what is allocated inside and outlives it as no memory of the step, such as an optimizer's state."""
-    if not AllocationProfile.is_recording():
-        yield
-        return
-    with record_function(f"{APART}1"):
-        pass
+    mark_apart(begins=True)
     try:
         yield
     finally:
-        with record_function(f"{APART}0"):
+        mark_apart(begins=False)
+
+
+def mark_apart(*, begins: bool) -> None:
+    """Mark where a part begins or ends that `apart` describes, if a step is being recorded."""
+    if AllocationProfile.is_recording():
+        with record_function(f"{APART}{int(begins)}"):
             pass
 
 
