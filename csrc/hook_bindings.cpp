@@ -53,6 +53,26 @@ using namespace offload;
 
 namespace {
 
+// Makes a call when it is freed. A `threading.local` that holds it is emptied in the thread that ends. In C++, because
+// Python code that runs there could be interrupted by a signal's handler, whose exception would be lost.
+class CallWhenFreed {
+ public:
+  explicit CallWhenFreed(py::object call) : call_(std::move(call)) {}
+  CallWhenFreed(const CallWhenFreed&) = delete;
+  ~CallWhenFreed() {
+    if (!call_) return;
+    try {
+      call_();
+    } catch (py::error_already_set& error) {
+      error.discard_as_unraisable("CallWhenFreed");
+    }
+  }
+  void cancel() { call_ = py::object(); }
+
+ private:
+  py::object call_;
+};
+
 // Counts of one session. At the beginning of a step their values are stored.
 struct CountList {
   std::vector<std::shared_ptr<Count>> counts;
@@ -279,6 +299,9 @@ void register_hooks(py::module_& module) {
     throw py::error_already_set();
   register_counts(module);
   register_step(module);
+  py::class_<CallWhenFreed>(module, "CallWhenFreed")
+      .def(py::init<py::object>())
+      .def("cancel", &CallWhenFreed::cancel);
   module.def("set_tensor_interface", &set_tensor_interface);
   module.def("set_dlpack", [](const py::object& capsule) {
     dlpack::api = capsule.is_none() ? nullptr : api_of(capsule);

@@ -138,6 +138,13 @@ class OperatorFollower:
 
 def pass_operator(func: object, /) -> None: ...
 
+class CallWhenFreed:
+    """Calls a function, which should not be written in Python, when this object is freed."""
+
+    def __init__(self, call: Callable[[], object], /) -> None: ...
+    def cancel(self) -> None:
+        """Make no call."""
+
 class StorageWatch:
     """Tells when a storage has been freed. Reserves its identity, not its bytes, until it is closed or freed."""
 

@@ -35,6 +35,7 @@ from offload.runtime.executor import StepObserver
 from offload.runtime.hooks import innermost_step_hooks
 from offload.runtime.schedule import StepOrder
 from offload.torch_compat import late_writes
+from offload.torch_compat.allocation_profile import prepare
 from offload.torch_compat.compiled import has_compiled_parts
 from offload.torch_compat.tensors import has_own_bytes
 
@@ -101,6 +102,7 @@ class DeviceSession:
         if fixed and on_profile is None:
             self.controller = ManualController(options, engine, self.counts, on_recorded, limits)
         else:
+            prepare()
             self.held = HeldMemory(self.state, engine)
             regions = CompiledRegions(options, engine, limits, partial(_is_in_step, weakref.ref(self)))
             look, plan_state = self.held.look, None

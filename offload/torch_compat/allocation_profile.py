@@ -11,6 +11,7 @@ import threading
 from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -20,13 +21,15 @@ from torch._C._profiler import RecordScope
 from torch.autograd import profiler
 from torch.autograd.profiler import profile, record_function
 
+from offload._core import CallWhenFreed
 from offload.torch_compat.autograd import OUTSIDE, current_backward
 
-__all__ = ["APART", "MARK_PREFIX", "AllocationEvents", "AllocationProfile", "apart", "mark_apart"]
+__all__ = ["APART", "MARK_PREFIX", "AllocationEvents", "AllocationProfile", "apart", "mark_apart", "prepare"]
 
 MARK_PREFIX = "offload: "
 APART = f"{MARK_PREFIX}apart "
 _LOG_ERRORS = 2
+_of_thread = threading.local()
 
 
 class AllocationEvents:
@@ -104,6 +107,10 @@ class AllocationProfile:
             scopes = {RecordScope.USER_SCOPE}
             torch._C._autograd._enable_profiler(config, wanted.kineto_activities, scopes)  # type: ignore[call-arg]
             self.is_on = True
+            if threading.current_thread() is not threading.main_thread():
+                # If the thread ends first, this is freed in it, and stops torch's profiler. Otherwise torch would crash
+                # at the process's end.
+                _of_thread.end = CallWhenFreed(torch._C._autograd._disable_profiler)
         except BaseException:
             if torch._C._autograd._profiler_enabled():  # an interrupt came just after it was enabled
                 torch._C._autograd._disable_profiler()
@@ -152,7 +159,7 @@ class AllocationProfile:
     def stop(self) -> AllocationEvents | None:
         """Stop recording. Return None if another profiler has replaced this one, or if its thread has ended."""
         if self.is_of_another_thread:
-            self.release()  # torch's profile ended with its thread
+            self.release()  # torch's profiler ended with its thread
             return None
         if _is_profiling_in_python() or not torch._C._autograd._profiler_enabled():
             self.release()  # stopping this profiler would stop the other one
@@ -172,11 +179,34 @@ class AllocationProfile:
     def release(self) -> None:
         """Allow other profiles in this process, and the profiler's log."""
         self.is_on = False
+        end = None if self.is_of_another_thread else vars(_of_thread).pop("end", None)
+        if end is not None:
+            end.cancel()
         self._spans.clear()
         if self._recording.get("now") is self:
             if self._quiet is not None:
                 self._quiet.end()
             del self._recording["now"]
+
+
+def prepare() -> None:
+    """Initialize torch's profiler if this is the main thread.
+
+    If another thread is the first to use it, torch writes an error to standard error.
+    """
+    is_main = threading.current_thread() is threading.main_thread()
+    if is_main and not torch._C._autograd._profiler_enabled() and not _is_profiling_in_python():
+        _prepare()
+
+
+@cache
+def _prepare() -> None:
+    quiet = _QuietLog()
+    try:
+        wanted = profile(use_cpu=True, profile_memory=True)
+        torch._C._autograd._prepare_profiler(wanted.config(), wanted.kineto_activities)  # type: ignore[no-untyped-call]
+    finally:
+        quiet.end()
 
 
 @contextmanager
