@@ -41,7 +41,7 @@ class SavedParameter:
         self._content, self._epoch = record.content, record.epoch  # now: the program may replace the memory later
         self._dtype, self._size = like.dtype, like.shape
         self._stride, self._offset = like.stride(), int(like.storage_offset())
-        self._saved_version = version_of_object(tensor)
+        self._saved_version = version_of_object(parameter)  # a tensor restored for backward has a counter of its own
 
     def restore(self) -> Tensor:
         """Return the tensor as it was saved.
