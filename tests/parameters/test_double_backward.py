@@ -78,6 +78,6 @@ def test_a_parameter_that_is_changed_between_both_backward_passes(is_enabled, tm
         enabled(model, tmp_path)
     found = penalty(model, torch.ones(10, 48))
     with torch.no_grad():
-        model[0].weight.mul_(3)
+        model[4].weight.mul_(3)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         found.backward()
