@@ -126,3 +126,23 @@ def test_run_of_a_script_that_is_not_executable_says_how(tmp_path: Path, capsys:
     script.write_text("print()", encoding="utf-8")
     assert cli.main(["run", "--no-preload", "--", str(script)]) == 126
     assert f"offload run -- python {script}" in capsys.readouterr().err
+
+
+def shell(line: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    run = ["bash", "-c", line.replace("offload", f"{sys.executable} -m offload")]
+    return subprocess.run(
+        run, capture_output=True, text=True, encoding="latin-1", check=False, env={**os.environ, **environment}
+    )
+
+
+@pytest.mark.parametrize("words", ["fit --help", "doctor"])
+def test_what_the_terminal_cannot_show_is_replaced(words: str) -> None:
+    shown = shell(f"offload {words}", PYTHONIOENCODING="latin-1")
+    assert (shown.returncode, shown.stderr) == (0, "")
+    assert "?" in shown.stdout
+
+
+@pytest.mark.parametrize("output", ["| head -1; exit ${PIPESTATUS[0]}", ">&-"])
+def test_an_output_that_is_closed_is_no_error(output: str) -> None:
+    shown = shell(f"offload doctor {output}")
+    assert (shown.returncode, shown.stderr) == (0, "")

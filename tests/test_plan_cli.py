@@ -15,6 +15,7 @@ import pytest
 from page_check import charts_of, check_page, without_code
 
 from offload.cli import plan as plan_cli
+from offload.cli.script import page_path
 from offload.diagnostics.html.plan import render
 from offload.plan import Link, fastest_plan, least_feasible_limit, unswapped_bytes
 from offload.plan.trace import Node, Recompute, SavedTensor, Trace
@@ -397,3 +398,9 @@ def test_the_shows_on_a_recorded_trace(capsys):
     assert data["gap"] <= 0.005
     assert call(path, "--memory-limit", "10GiB", *link) == 3
     assert f"{least_feasible_limit(Trace.load(path))} bytes" in capsys.readouterr().err
+
+
+def test_a_page_is_written_where_the_command_was_typed(tmp_path, monkeypatch):
+    """The script may change the folder before the page is written."""
+    monkeypatch.chdir(tmp_path)
+    assert page_path("page.html") == tmp_path / "page.html"

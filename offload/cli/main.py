@@ -9,8 +9,10 @@ import argparse
 import itertools
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import redirect_stdout
+from io import TextIOWrapper
+from pathlib import Path
 from typing import Any, TextIO, cast
 
 from offload import __version__
@@ -30,6 +32,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     int
         The exit status.
     """
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # such as arrows in Latin-1
     words = list(sys.argv[1:] if argv is None else argv)
     command: list[str] = []
     if words[:1] == ["run"]:  # the words after its own options are the command to run
@@ -51,6 +55,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         args = _parser().parse_args(words)
     if args.command == "run":
         return _run(command[command[:1] == ["--"] :], args.malloc, preload=not args.no_preload)
+    if sys.stdout is None:  # it was closed, such as by `>&-`
+        with Path(os.devnull).open("w") as nowhere, redirect_stdout(nowhere):
+            return _dispatch(args, script_args)
     with redirect_stdout(cast("TextIO", _Output(sys.stdout))):
         status = _dispatch(args, script_args)
         sys.stdout.flush()
@@ -91,6 +98,10 @@ class _Output:
         except BrokenPipeError:
             self._drop()
             return len(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            self.write(line)
 
     def flush(self) -> None:
         try:

@@ -30,7 +30,7 @@ def page_path(text: str) -> Path:
     argparse.ArgumentTypeError
         Its folder does not exist.
     """
-    path = Path(text)
+    path = Path(text).absolute()  # the script may change the folder
     if not path.parent.is_dir():
         raise argparse.ArgumentTypeError(f"{text}: its folder does not exist; create it or name another")
     return path

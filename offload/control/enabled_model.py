@@ -299,7 +299,11 @@ class EnabledModel:
         assert model is not None  # its forward is running
         here.state.expire()
         signature, input_bytes = signature_of(args, kwargs, here.device_type)
-        observer = here.observer(signature, model)
+        try:
+            observer = here.observer(signature, model)
+        except BaseException:  # a limit is refused, or an interrupt
+            here.counts.begun.add(-1)
+            raise
         if isinstance(observer, Profiler):
             observer.note_inputs(input_bytes)
         prefetches = isinstance(observer, ScheduleExecutor) and not observer.schedule.is_serial

@@ -61,6 +61,7 @@ def explained(
     copied_bytes: int,
     moved_parameter_bytes: Callable[[int], int],
     for_gradients: Sequence[GradientKnob],
+    lacks_optimizer: bool,
 ) -> InfeasibleLimitError:
     """Return the error with the memory that is not saved for backward divided into parts, and with knobs.
 
@@ -89,6 +90,8 @@ def explained(
         Returns how many bytes of parameters that move already are in memory under a memory limit, in bytes.
     for_gradients
         Arguments that would free gradients.
+    lacks_optimizer
+        Whether no optimizer has updated the model yet.
     """
     in_update = planned.held.kept + planned.gradients_in_update - movable_bytes + window_bytes
     least_bytes = max(error.least_limit_bytes - movable_bytes, in_update)
@@ -105,7 +108,8 @@ def explained(
     knobs = [Reason(nbytes, text) for nbytes, text in found if nbytes >= _WORTH_BYTES]
     knobs.sort(key=lambda knob: -knob.bytes)
     least_bytes = _least_with_parameters(error, moved_parameter_bytes)
-    return InfeasibleLimitError(error.limit_bytes, least_bytes, tuple(reasons[:_REASONS_MAX]), tuple(knobs))
+    shown = tuple(reasons[:_REASONS_MAX])
+    return InfeasibleLimitError(error.limit_bytes, least_bytes, shown, tuple(knobs), lacks_optimizer)
 
 
 def _least_with_parameters(error: InfeasibleLimitError, moved_parameter_bytes: Callable[[int], int]) -> int:

@@ -215,6 +215,7 @@ class StatePlanner:
             copied_bytes=sum(copied_bytes_max(self._options.memory_limit)),
             moved_parameter_bytes=self._held.moved_parameter_bytes,
             for_gradients=self._for_gradients(),
+            lacks_optimizer=not self._held.optimizers,
         )
 
     def _for_gradients(self) -> list[GradientKnob]:

@@ -58,7 +58,8 @@ class Cpu:
 
     def peak_bytes(self) -> int:
         """Return the largest resident set since the process started."""
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _KIB
+        known_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _KIB
+        return max(known_bytes, self.allocated_bytes())  # the system counts the latest pages later
 
     def reset_peak(self) -> None:
         """Do nothing: the system's peak cannot be reset."""

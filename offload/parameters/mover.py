@@ -307,8 +307,8 @@ class ParameterMover:
     def look(self) -> None:
         """Bring `counts` up to date."""
         counts, model, window = self.counts, self._model(), self.window
-        found = list(moved_in(model)) if model is not None and self._is_open else []
-        if self._is_open:
+        if self._is_open and model is not None:  # of a model that was freed, they stay as they were
+            found = list(moved_in(model))
             counts.tensors, counts.nbytes = len(found), sum(record.nbytes for record, _ in found)
             counts.trained = sum(requires_grad_of(parameter) for _, parameter in found)
         counts.in_bytes, counts.out_bytes, counts.rewritten = window.in_bytes, window.out_bytes, window.rewritten

@@ -59,18 +59,27 @@ class InfeasibleLimitError(ValueError):
         The largest items that stay resident under every plan at the node that needs `least_limit_bytes`; at most three.
     knobs : tuple of Reason
         Arguments of `offload.enable` that would free more, with the bytes that they free at most; largest first.
+    lacks_optimizer : bool
+        Whether no optimizer had updated the model yet: `least_limit_bytes` lacks its state.
     """
 
     def __init__(
-        self, limit_bytes: int, least_limit_bytes: int, reasons: tuple[Reason, ...], knobs: tuple[Reason, ...] = ()
+        self,
+        limit_bytes: int,
+        least_limit_bytes: int,
+        reasons: tuple[Reason, ...],
+        knobs: tuple[Reason, ...] = (),
+        lacks_optimizer: bool = False,
     ) -> None:
         self.limit_bytes, self.least_limit_bytes, self.reasons = limit_bytes, least_limit_bytes, reasons
-        self.knobs = knobs
+        self.knobs, self.lacks_optimizer = knobs, lacks_optimizer
         listed = "; ".join(f"{format_bytes(reason.bytes)} {reason.text}" for reason in reasons)
         more = "; ".join(f"{knob.text}: up to {format_bytes(knob.bytes)}" for knob in knobs)
+        later = " (and what the optimizer's state will take: it has made no update yet)" if lacks_optimizer else ""
         super().__init__(
             f"memory_limit: no plan keeps {format_bytes(limit_bytes)}; the least that works for this step is "
-            f'{format_bytes(least_limit_bytes)}. Write memory_limit="{round_up_bytes(least_limit_bytes)}" or more, or '
+            f"{format_bytes(least_limit_bytes)}{later}. "
+            f'Write memory_limit="{round_up_bytes(least_limit_bytes)}" or more, or '
             f"make the batch smaller. In the way: {listed}" + (f". What frees more: {more}" if more else "")
         )
 
@@ -80,7 +89,9 @@ class InfeasibleLimitError(ValueError):
         return self.least_limit_bytes
 
     def __reduce__(self) -> tuple[type[InfeasibleLimitError], tuple[Any, ...]]:
-        return type(self), (self.limit_bytes, self.least_limit_bytes, self.reasons, self.knobs)
+        return type(self), (
+            self.limit_bytes, self.least_limit_bytes, self.reasons, self.knobs, self.lacks_optimizer,
+        )  # fmt: skip
 
 
 def least_feasible_limit(trace: Trace) -> int:

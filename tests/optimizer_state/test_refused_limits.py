@@ -1,5 +1,7 @@
 """What the error of a refused limit says of gradients and parameters: arguments that free them, and their bytes."""
 
+import pickle
+
 import pytest
 import torch
 from torch import nn
@@ -177,3 +179,39 @@ def test_the_least_limit_is_the_least_that_includes_its_own_windows(least):
     found = refusal._least_with_parameters(error, windows)
     assert others + windows(found) <= found
     assert others + windows(found - 1) > found - 1
+
+
+LATER = "and what the optimizer's state will take"
+
+
+@pytest.mark.parametrize(("passes", "lacks_it"), [(1, False), (2, True)])
+def test_a_limit_that_is_refused_before_the_first_update_says_so(tmp_path, passes, lacks_it):
+    """With accumulation, a plan is due before the first update."""
+    error = refused(tmp_path, passes=passes)
+    assert error.lacks_optimizer is lacks_it
+    assert (LATER in str(error)) is lacks_it
+    assert pickle.loads(pickle.dumps(error)).lacks_optimizer is lacks_it
+
+
+@pytest.mark.parametrize("is_guarded", [True, False])
+def test_a_step_that_is_refused_is_not_counted(tmp_path, is_guarded, monkeypatch):
+    model = make_model()
+    with offload.enable(
+        model, memory_limit=LIMIT, min_tensor_bytes=LEAST, recompute=False, spill_dir=tmp_path
+    ) as handle:
+        model(torch.ones(32, 60)).square().mean().backward()
+        if not is_guarded:
+            monkeypatch.setattr(handle._enabled.on_device.counts, "begun", Ever())
+        for _ in range(3):
+            with pytest.raises(offload.InfeasibleLimitError):
+                model(torch.ones(32, 60))
+        assert (handle.report().to_dict()["steps"] == 1) is is_guarded
+
+
+class Ever:
+    """A gauge that only rises."""
+
+    now = 1
+
+    def add(self, more):
+        self.now += max(more, 0)

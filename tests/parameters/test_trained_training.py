@@ -1,5 +1,6 @@
 """Training with all parameters in the store between uses: losses, gradients, weights and states as without it."""
 
+import gc
 import sys
 
 import pytest
@@ -289,3 +290,15 @@ def test_the_report(tmp_path):
     assert report.to_dict()["moved_parameters"]["trained"] == report.moved_parameters.tensors
     other = offload.enable(nn.Linear(2, 2), parameters="all")
     assert any('parameters="all" moves nothing: the model has no ordinary' in n for n in other.report().notes)
+
+
+def test_the_report_of_a_model_that_was_freed_says_what_moved(tmp_path):
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    handle = offload.enable(model, parameters="all", min_tensor_bytes=1 << 10, spill_dir=tmp_path)
+    model(torch.ones(4, 64)).sum().backward()
+    handle.report()
+    del model
+    gc.collect()
+    report = str(handle.report())
+    assert "2 tensors, 32.00 KiB, leave memory between uses" in report
+    assert "moves nothing" not in report
