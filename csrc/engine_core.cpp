@@ -209,11 +209,9 @@ PyObject* figure(PyObject* self, Figure&& figure_of) {
   return books != nullptr ? PyLong_FromLongLong(static_cast<long long>(figure_of(*books))) : nullptr;
 }
 
-PyObject* engine_misses(PyObject* self, void*) {
-  return figure(self, [](const Books& books) { return books.misses; });
-}
-PyObject* engine_failed(PyObject* self, void*) {
-  return figure(self, [](const Books& books) { return books.failed; });
+template <int64_t Books::*member>
+PyObject* engine_figure(PyObject* self, void*) {
+  return figure(self, [](const Books& books) { return books.*member; });
 }
 PyObject* engine_live_records(PyObject* self, void*) {
   return figure(self, [](const Books& books) { return books.live.size(); });
@@ -223,12 +221,6 @@ PyObject* engine_sources_held(PyObject* self, void*) {
 }
 PyObject* engine_targets_held(PyObject* self, void*) {
   return figure(self, [](const Books& books) { return books.retired.size(); });
-}
-PyObject* engine_in_flight_bytes(PyObject* self, void*) {
-  return figure(self, [](const Books& books) { return books.in_flight_bytes; });
-}
-PyObject* engine_in_flight_bytes_max(PyObject* self, void*) {
-  return figure(self, [](const Books& books) { return books.in_flight_bytes_max; });
 }
 
 int engine_set_in_flight_bytes_max(PyObject* self, PyObject* value, void*) {
@@ -328,14 +320,15 @@ PyMethodDef engine_methods[] = {
     {nullptr, nullptr, 0, nullptr}};
 
 PyGetSetDef engine_attributes[] = {
-    {"misses", engine_misses, nullptr, nullptr, nullptr},
-    {"failed", engine_failed, nullptr, nullptr, nullptr},
+    {"misses", engine_figure<&Books::misses>, nullptr, nullptr, nullptr},
+    {"failed", engine_figure<&Books::failed>, nullptr, nullptr, nullptr},
+    {"failed_bytes", engine_figure<&Books::failed_bytes>, nullptr, nullptr, nullptr},
     {"failure", engine_failure, nullptr, nullptr, nullptr},
     {"live_records", engine_live_records, nullptr, nullptr, nullptr},
     {"sources_held", engine_sources_held, nullptr, nullptr, nullptr},
     {"targets_held", engine_targets_held, nullptr, nullptr, nullptr},
-    {"in_flight_bytes", engine_in_flight_bytes, nullptr, nullptr, nullptr},
-    {"in_flight_bytes_max", engine_in_flight_bytes_max, engine_set_in_flight_bytes_max, nullptr, nullptr},
+    {"in_flight_bytes", engine_figure<&Books::in_flight_bytes>, nullptr, nullptr, nullptr},
+    {"in_flight_bytes_max", engine_figure<&Books::in_flight_bytes_max>, engine_set_in_flight_bytes_max, nullptr, nullptr},
     {"new_storage", engine_new_storage, engine_set_new_storage, nullptr, nullptr},
     {nullptr, nullptr, nullptr, nullptr, nullptr}};
 

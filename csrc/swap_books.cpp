@@ -19,6 +19,7 @@ bool take_out(std::deque<CopyOutRef>& queue, const CopyOutRef& entry) {
 
 bool tell_failure(Books& books, const Ticket& ticket) {
   books.failure = ticket.failure_text();
+  books.failed_bytes += static_cast<int64_t>(ticket.bytes());
   if (++books.failed > 1) return true;
   const Owned text(PyUnicode_DecodeUTF8(books.failure.data(), static_cast<Py_ssize_t>(books.failure.size()), "replace"));
   const Owned format(PyUnicode_FromString("a tensor stays on the device, and others may: %s"));

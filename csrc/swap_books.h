@@ -58,7 +58,8 @@ struct Books {
   int64_t in_flight_bytes = 0;
   int64_t in_flight_bytes_max = 0;
   int64_t misses = 0;
-  int64_t failed = 0;
+  int64_t failed = 0;  // copy-outs, and their bytes
+  int64_t failed_bytes = 0;
   std::string failure;
   // SwappedStorages, borrowed; each removes itself. Of several with one key, all owners but one were freed.
   std::unordered_multimap<SavedKey, PyObject*, SavedKeyHash> live;

@@ -36,7 +36,8 @@ def test_failing_spill_keeps_the_tensor(tmp_path, caplog, operation, persistent)
     failed = about.to_dict()["failed"]
     assert failed >= (3 if persistent else 1)
     if persistent and operation == "write":
-        assert failed == about.swapped.tensors
+        assert about.swapped.tensors == about.swapped.nbytes == 0
+    assert (about.kept["write failed"].tensors, about.kept["write failed"].nbytes > 0) == (failed, True)
     assert any(f"{failed} tensors stayed because writing them failed" in note for note in about.notes)
     warnings = [record.getMessage() for record in caplog.records if record.name == "offload"]
     assert len(warnings) == 1, "said once"

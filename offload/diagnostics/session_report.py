@@ -24,6 +24,7 @@ from offload.options import is_in_memory
 from offload.parameters.mover import ParameterCounts
 from offload.plan import Link
 from offload.plan.trace import Trace
+from offload.runtime.counters import Count
 
 __all__ = ["make_report", "make_verdict", "recorded_trace", "tier"]
 
@@ -46,14 +47,18 @@ def make_report(
     counts = here.counts
     here.latest()
     counts.attribute_misses(here.engine.misses)
+    swapped, kept = counts.swapped.copy(), {reason: count.copy() for reason, count in counts.items() if count.tensors}
+    if failed := here.engine.failed:  # counted as swapped at their packs
+        kept["write failed"] = stayed = Count(failed, here.engine.failed_bytes)
+        swapped = Count(swapped.tensors - stayed.tensors, swapped.nbytes - stayed.nbytes)
     return Report(
         verdict=weigh_process(make_verdict(enabled)),
         steps=counts.steps,
         device=str(here.device),
         tier=tier(here),
         allocator=allocator.describe() if here.device.type == "cpu" else "torch's caching allocator",
-        swapped=counts.swapped.copy(),
-        kept={reason: count.copy() for reason, count in counts.items() if count.tensors},
+        swapped=swapped,
+        kept=kept,
         deduplicated=counts.duplicates.copy(),
         store=here.engine.store_stats(),
         misses=here.engine.misses,
