@@ -28,10 +28,12 @@ from offload.runtime.executor import ScheduleExecutor
 from offload.runtime.forward_wrapper import ForwardWrapper
 from offload.runtime.hooks import HookContext, Policy, StepHooks, innermost_step_hooks
 from offload.runtime.refusals import (
+    HOOKS_AROUND,
     check_devices,
     check_hooks,
     devices_of,
     first_device,
+    name_of_others,
     named,
     raise_if_forbidden,
 )
@@ -39,7 +41,7 @@ from offload.runtime.schedule import StepOrder
 from offload.runtime.stores import engines, make_engine
 from offload.runtime.weak import run_pending_callbacks, weak_callback
 from offload.torch_compat import compiled
-from offload.torch_compat.autograd import checkpoint_is_innermost, is_tracing
+from offload.torch_compat.autograd import checkpoint_is_innermost, innermost_hooks, is_tracing
 
 __all__ = ["EnabledModel", "StepRecorder"]
 
@@ -81,6 +83,8 @@ class EnabledModel:
         Called with this `EnabledModel` whenever a step has begun.
     calls_parts
         Whether steps, begun by `step`, call parts of the model and not the model: they begin before its first call.
+    hooks_around
+        Name of the program's own saved-tensor hooks around a step; empty if there were none.
     parameters
         Swaps parameters; None if they stay in memory.
     misplaced, moved
@@ -110,6 +114,7 @@ class EnabledModel:
         self.fallbacks = compiled.Fallbacks()
         self.left_to_checkpoint = False
         self.calls_parts = False
+        self.hooks_around = ""
         self.recording: StepRecorder | None = None
         self.parameters: ParameterMover | None = None
         self._model = weakref.ref(model)
@@ -227,6 +232,13 @@ class EnabledModel:
             self.recording.finish()
         before.close(trim=self._is_unused(before.engine.store))
         return True
+
+    def note_hooks_around(self) -> None:
+        """Store the name of the program's saved-tensor hooks that those of a step replace, and warn of it once."""
+        name = self.hooks_around or name_of_others(innermost_hooks())
+        if name and not self.hooks_around:
+            self.hooks_around = name
+            log.warning("%s", HOOKS_AROUND.format(name))
 
     def current_hooks(self) -> StepHooks | None:
         """Return the innermost hooks of this thread if they belong to this model; else None."""
@@ -357,6 +369,7 @@ class HookedForward(HookContext):
         try:
             enabled._local.hooks = self._hooks.hooks = weakref.ref(self)
             check_hooks()
+            enabled.note_hooks_around()
             super().__enter__()
             if self._inputs is not None:
                 enabled.attach(self._hooks, *self._inputs)

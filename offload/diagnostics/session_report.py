@@ -25,6 +25,7 @@ from offload.parameters.mover import ParameterCounts
 from offload.plan import Link
 from offload.plan.trace import Trace
 from offload.runtime.counters import Count
+from offload.runtime.refusals import HOOKS_AROUND
 
 __all__ = ["make_report", "make_verdict", "recorded_trace", "tier"]
 
@@ -166,6 +167,8 @@ def _notes(enabled: EnabledModel) -> Iterator[str]:
         reasons = sorted(counts.items(), key=lambda item: -item[1].nbytes)
         largest = ", ".join(f"{count.tensors} {reason}" for reason, count in reasons[:3] if count.tensors)
         yield f"NOTHING WAS SWAPPED: every saved tensor was kept ({largest or 'none was saved'})"
+    if enabled.hooks_around:
+        yield HOOKS_AROUND.format(enabled.hooks_around)
     if counts.bare_steps:
         bare = f"{counts.bare_steps} of {counts.steps} steps ran without them"
         yield f"hooks are off while the plan swaps nothing ({bare})"

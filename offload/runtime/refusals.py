@@ -5,8 +5,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,6 +21,11 @@ FUNCTION_TRANSFORMS = (
     "torch.func.grad, vjp, jacrev and hessian do not work with saved-tensor hooks, which offload needs: call "
     "offload.disable(model) before them and offload.enable after, or use torch.autograd.grad (with create_graph=True "
     "for higher derivatives); torch.func.vmap, jvp, jacfwd and functional_call work on an enabled model"
+)
+
+HOOKS_AROUND = (
+    "the saved-tensor hooks that the program has set around the model ({}) are not called in its steps, because "
+    "autograd calls only the innermost ones; set them inside the model's forward, or disable offload"
 )
 
 
@@ -109,6 +116,17 @@ def check_devices(devices: set[torch.device]) -> torch.device:
 def named(devices: set[torch.device]) -> str:
     """Return the names of devices, sorted and separated by commas."""
     return ", ".join(sorted(map(str, devices)))
+
+
+def name_of_others(hooks: tuple[Callable[..., Any], Callable[..., Any]] | None) -> str:
+    """Return the name of the pack hook of a pair, with its module; empty if there is none, or if it is offload's."""
+    pack = hooks[0] if hooks is not None else None
+    if pack is None:
+        return ""
+    pack = pack.func if isinstance(pack, partial) else pack
+    module = getattr(pack, "__module__", None) or type(getattr(pack, "__self__", pack)).__module__
+    is_own = module.partition(".")[0] == __name__.partition(".")[0]
+    return "" if is_own else f"{module}.{getattr(pack, '__qualname__', type(pack).__name__)}"
 
 
 def check_hooks() -> None:
