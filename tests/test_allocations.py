@@ -126,6 +126,17 @@ def test_another_profiler_comes_first(caplog):
     assert watched.footprint([], {}, set(), 1).others == [0]
 
 
+def test_a_scheduled_profiler_comes_first():
+    """Torch crashes if it records while another profiler warms up."""
+    with torch.profiler.profile(schedule=torch.profiler.schedule(wait=1, warmup=1, active=1)) as scheduled:
+        for _ in range(3):  # it waits, warms up and records
+            profile_of_step = allocation_profile.AllocationProfile(CPU)
+            assert not profile_of_step.start()
+            scheduled.step()
+    assert profile_of_step.start()
+    assert profile_of_step.stop() is not None
+
+
 def test_it_ends_where_it_began():
     watched = StepAllocations(CPU)
     watched.begin()

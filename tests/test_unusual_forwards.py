@@ -286,6 +286,49 @@ def test_a_whole_model_inside_a_reentrant_checkpoint(tmp_path):
     assert (ran.returncode, ran.stderr) == (0, "")
 
 
+SCHEDULED = """
+import torch
+from torch import nn
+from torch.profiler import ProfilerActivity, profile, schedule
+import offload
+
+def train(model, profiler=None):
+    made, found = torch.Generator().manual_seed(0), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(12):
+        model(torch.randn(64, 64, generator=made)).square().mean().backward()
+        found += [parameter.grad.clone() for parameter in model.parameters()]
+        optimizer.step()
+        optimizer.zero_grad()
+        if profiler is not None:
+            profiler.step()
+    return found
+
+torch.manual_seed(0)
+model = nn.Sequential(*[layer for _ in range(3) for layer in (nn.Linear(64, 64), nn.GELU())])
+start = {name: value.clone() for name, value in model.state_dict().items()}
+expected = train(model)
+model.load_state_dict(start)
+traces = []
+offload.enable(model, "smallest", min_tensor_bytes="1KiB", spill_dir=FOLDER)
+with profile(
+    activities=[ProfilerActivity.CPU],
+    profile_memory=True,
+    schedule=schedule(wait=1, warmup=1, active=2),
+    on_trace_ready=lambda profiler: traces.append(len(profiler.events())),
+) as profiler:
+    found = train(model, profiler)
+assert len(found) == len(expected) and all(map(torch.equal, found, expected))
+assert len(traces) == 3 and min(traces) > 10, traces
+"""
+
+
+def test_a_training_beside_torchs_profiler_with_a_schedule(tmp_path):
+    """While it warmed up, the trial step used torch's profiler too: most such processes crashed."""
+    ran = run_python("-c", SCHEDULED.replace("FOLDER", repr(str(tmp_path))), timeout=120, OFFLOAD_THROTTLE="20MB/s")
+    assert ran.returncode == 0, ran.stderr
+
+
 def test_the_profiler_does_not_start_inside_a_backward_pass():
     profile, started = allocations.AllocationProfile(torch.device("cpu")), []
     x = torch.ones(4, requires_grad=True)

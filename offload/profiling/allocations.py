@@ -63,8 +63,8 @@ class StepAllocations:
         call = None if self._device.type == "cpu" else backward_caller(self._device)  # allocates before the recording
         if not self._profile.start():
             log.info(
-                "another profiler is running, or this step runs inside a backward pass: the bytes of temporaries stay "
-                "unknown to the plan"
+                "another profiler is running or scheduled, or this step runs inside a backward pass: the bytes of "
+                "temporaries stay unknown to the plan"
             )
         elif call is not None:
             call(partial(self.node, 0))

@@ -9,7 +9,7 @@ import ctypes
 import os
 import threading
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -89,13 +89,13 @@ class AllocationProfile:
         self._spans: dict[int, record_function] = {}  # the open span of each thread
 
     def start(self) -> bool:
-        """Start recording in this thread. Return False if a profiler is active in this process.
+        """Start recording in this thread. Return False if a profiler is active in this process, or scheduled.
 
         Also inside a backward pass: when the running node ends, torch would turn the profiler off without this object's
         knowledge, and crash later.
         """
         is_free = not torch._C._autograd._profiler_enabled() and not _is_profiling_in_python()
-        is_free = is_free and current_backward() == OUTSIDE
+        is_free = is_free and current_backward() == OUTSIDE and not _is_scheduled()
         if not is_free or self._recording.setdefault("now", self) is not self:
             return False
         try:
@@ -196,17 +196,14 @@ def prepare() -> None:
     """
     is_main = threading.current_thread() is threading.main_thread()
     if is_main and not torch._C._autograd._profiler_enabled() and not _is_profiling_in_python():
-        _prepare()
+        _prepare()  # a whole recording: a profiler that is prepared and not used makes torch crash later
 
 
 @cache
 def _prepare() -> None:
-    quiet = _QuietLog()
-    try:
-        wanted = profile(use_cpu=True, profile_memory=True)
-        torch._C._autograd._prepare_profiler(wanted.config(), wanted.kineto_activities)  # type: ignore[no-untyped-call]
-    finally:
-        quiet.end()
+    first = AllocationProfile(torch.device("cpu"))
+    if first.start():
+        first.stop()
 
 
 @contextmanager
@@ -224,6 +221,16 @@ def mark_apart(*, begins: bool) -> None:
     if AllocationProfile.is_recording():
         with record_function(f"{APART}{int(begins)}"):
             pass
+
+
+def _is_scheduled() -> bool:
+    """Return whether the program has a `torch.profiler.profile`, which warms up or records in some steps.
+
+    Torch crashes if it records while that one warms up, and does not tell when that is. It counts the object's steps
+    from its creation to the end of its `with` block.
+    """
+    steps: Mapping[str, int] = getattr(getattr(profiler, "KinetoStepTracker", None), "_step_dict", {})
+    return "ProfilerStep" in steps
 
 
 def _is_profiling_in_python() -> bool:
