@@ -139,7 +139,11 @@ class OperatorFollower:
 def pass_operator(func: object, /) -> None: ...
 
 class CallWhenFreed:
-    """Calls a function, which should not be written in Python, when this object is freed."""
+    """Calls a function when this object is freed, in the thread that frees it.
+
+    Its exception is written to standard error and lost, so the function should not be Python code, which a signal's
+    handler can interrupt.
+    """
 
     def __init__(self, call: Callable[[], object], /) -> None: ...
     def cancel(self) -> None:

@@ -181,7 +181,7 @@ class Session:
         ----------
         *inputs
             The batch, whose shapes choose the plan; by default the inputs of the model's first call in the block. Give
-            it if the block calls only parts of the model and its shapes vary.
+            it if the block calls only parts of the model and batches vary in shape.
 
         Examples
         --------

@@ -73,7 +73,7 @@ def test_steps_that_call_only_parts_follow_a_plan(model, asked):
     expected = train(deepcopy(model), None, [by_parts], batches())
     with enabled(model, **asked) as handle:
         assert are_equal(train(model, handle, [by_parts], batches()), expected)
-        assert handle.report().verdict.kind == "planned" if asked else "nothing to swap"
+        assert handle.report().verdict.kind == ("planned" if asked else "nothing to swap")
         assert handle.report().to_dict()["steps"] == STEPS - 1, "the first one is not yet known to be a step"
 
 

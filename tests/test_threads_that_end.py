@@ -1,7 +1,13 @@
 """Steps whose forward, or all of whose work, runs in a thread that ends: torch's profiler may not stay on in it."""
 
+from threading import Thread
+
 import pytest
+import torch
 from forked_python import run_python
+
+from offload.torch_compat import allocation_profile
+from offload.torch_compat.allocation_profile import AllocationProfile
 
 SCRIPT = """
 import sys
@@ -66,3 +72,22 @@ def test_a_profiler_that_a_thread_uses_first_says_so(tmp_path):
     status, said = ran(tmp_path, "step", "unprepared")
     assert status == 0
     assert "must run in same thread" in said
+
+
+def test_a_profile_that_could_not_start_leaves_the_recording_one_its_guard():
+    """Two enabled models in one thread: the second cannot record while the first does."""
+    told = []
+
+    def two():
+        first, second = (AllocationProfile(torch.device("cpu")) for _ in range(2))
+        assert first.start()
+        assert not second.start()
+        second.release()
+        told.append("end" in vars(allocation_profile._of_thread))
+        first.stop()
+        told.append("end" in vars(allocation_profile._of_thread))
+
+    thread = Thread(target=two)
+    thread.start()
+    thread.join()
+    assert told == [True, False]

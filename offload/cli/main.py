@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     int
         The exit status.
     """
-    if isinstance(sys.stdout, TextIOWrapper):
+    if isinstance(sys.stdout, TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="replace")  # such as arrows in Latin-1
     words = list(sys.argv[1:] if argv is None else argv)
     command: list[str] = []
@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.command == "run":
         return _run(command[command[:1] == ["--"] :], args.malloc, preload=not args.no_preload)
     if sys.stdout is None:  # it was closed, such as by `>&-`
-        with Path(os.devnull).open("w") as nowhere, redirect_stdout(nowhere):
+        with Path(os.devnull).open("w", encoding="utf-8") as nowhere, redirect_stdout(nowhere):
             return _dispatch(args, script_args)
     with redirect_stdout(cast("TextIO", _Output(sys.stdout))):
         status = _dispatch(args, script_args)
@@ -167,8 +167,9 @@ def _run(command: list[str], malloc: str, *, preload: bool) -> int:
             f"{allocator.INSTALL}",
             file=sys.stderr,
         )
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:  # it was closed, such as by `>&-`
+            stream.flush()
     try:
         os.execvpe(command[0], command, environment)
     except FileNotFoundError:

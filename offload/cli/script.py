@@ -30,7 +30,10 @@ def page_path(text: str) -> Path:
     argparse.ArgumentTypeError
         Its folder does not exist.
     """
-    path = Path(text).absolute()  # the script may change the folder
+    try:
+        path = Path(text).absolute()  # the script may change the folder
+    except FileNotFoundError as error:  # the present folder has been deleted
+        raise argparse.ArgumentTypeError(f"{text}: {error}") from None
     if not path.parent.is_dir():
         raise argparse.ArgumentTypeError(f"{text}: its folder does not exist; create it or name another")
     return path

@@ -258,7 +258,7 @@ class EnabledModel:
         try:
             with forward as current:
                 yield current
-                if not current.attached and self.on_device.counts.steps == 0:
+                if not current.attached and self.on_device.counts.lacks_step:
                     self.calls_parts = True
         finally:
             forward.__exit__()  # an interrupt may arrive before the `with` block has called `__exit__`

@@ -87,7 +87,7 @@ def explained(
     copied_bytes
         How many bytes of them may be read ahead or still be written at a time if both move.
     moved_parameter_bytes
-        Returns how many bytes of parameters that move already are in memory under a memory limit, in bytes.
+        Takes a memory limit in bytes. Returns the bytes of moved parameters that are in memory under it.
     for_gradients
         Arguments that would free gradients.
     lacks_optimizer
@@ -120,7 +120,7 @@ def _least_with_parameters(error: InfeasibleLimitError, moved_parameter_bytes: C
     least_bytes = error.least_limit_bytes
     others_bytes = least_bytes - moved_parameter_bytes(error.limit_bytes)
     while (needed_bytes := others_bytes + moved_parameter_bytes(least_bytes)) > least_bytes:
-        least_bytes = needed_bytes  # ends: these bytes grow by a part of what the limit grows by
+        least_bytes = needed_bytes  # ends: these bytes grow by at most 3/16 of what the limit grows by
     return least_bytes
 
 

@@ -5,6 +5,7 @@ This module maps the storages of `offload.recomputation`, numbered by pack, to t
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from graphlib import CycleError, TopologicalSorter
@@ -21,6 +22,7 @@ from offload.profiling.recipe_trial import RecipeTrial
 from offload.recomputation.measured import MeasuredRecipe
 from offload.runtime.engine import Engine
 from offload.runtime.executor import Measured, StepObserver, Stopwatch
+from offload.runtime.hooks import innermost_step_hooks
 from offload.runtime.schedule import StepOrder
 from offload.torch_compat.autograd import current_node
 from offload.torch_compat.dispatch import can_record
@@ -69,11 +71,17 @@ class TimedTrial(RecipeTrial):
         for node, pack_index in order.uses:
             self._node_of_use.setdefault(pack_index, node)
         self._node: int | None = 0
+        hooks = innermost_step_hooks()
+        self._hooks = weakref.ref(hooks) if hooks is not None else None
 
     @property
     def finished(self) -> bool:
-        """Whether all recipes have been tried, and the device has reached the end of backward if the host has."""
-        return super().finished and (not self._stopwatch.finished or self.measured(1) is not None)
+        """Whether all recipes have been tried, and the device has reached the end of backward.
+
+        Backward may refuse recipes. None is awaited if the step's graph has been freed: its nodes hold the hooks.
+        """
+        is_lost = self._hooks is not None and self._hooks() is None
+        return super().finished and (self.measured(1) is not None if self._stopwatch.finished else is_lost)
 
     def watches(self, pack_index: int) -> bool:
         """Return True: a backward node may begin with the unpack of a kept tensor."""

@@ -178,8 +178,7 @@ def _notes(enabled: EnabledModel) -> Iterator[str]:
     if isinstance(here.controller, PlanController) and not here.controller.knows_temporaries:
         yield (
             "a step was profiled while another profiler ran or inside a backward pass, or left before its backward had "
-            "ended: its "
-            "temporaries are unknown to the plan, and memory_limit does not count them"
+            "ended: its temporaries are unknown to the plan, and memory_limit does not count them"
         )
     if isinstance(here.controller, PlanController) and (why := here.controller.why_nothing_recomputed):
         yield f"nothing is recomputed: {why}"

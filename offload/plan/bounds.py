@@ -75,7 +75,7 @@ class InfeasibleLimitError(ValueError):
         self.knobs, self.lacks_optimizer = knobs, lacks_optimizer
         listed = "; ".join(f"{format_bytes(reason.bytes)} {reason.text}" for reason in reasons)
         more = "; ".join(f"{knob.text}: up to {format_bytes(knob.bytes)}" for knob in knobs)
-        later = " (and what the optimizer's state will take: it has made no update yet)" if lacks_optimizer else ""
+        later = " (and more for optimizer state: no optimizer has stepped yet)" if lacks_optimizer else ""
         super().__init__(
             f"memory_limit: no plan keeps {format_bytes(limit_bytes)}; the least that works for this step is "
             f"{format_bytes(least_limit_bytes)}{later}. "

@@ -151,6 +151,8 @@ def footprint(
     """
     wanted = {tensor.id: tensor for tensor in saved}
     produced: dict[int, int] = {}
+    apart: dict[int, int] | None = None  # within a part that `apart` marks: address → number of the allocating event
+    outliving: set[int] = set()  # of the allocations of such parts: the numbers of those that outlive them
     owned: dict[int, int] = {}  # number of the allocating event → its bytes that belong to saved tensors
     live: dict[int, tuple[int, int, int]] = {}  # address → (number of the event, node, bytes)
     node = 0
@@ -162,23 +164,36 @@ def footprint(
             if found is not None and which not in produced:
                 owned[found[0]] = owned.get(found[0], 0) + wanted[which].bytes
                 produced[which] = found[1]
+        elif kind == "apart":
+            outliving.update((apart or {}).values())
+            apart = {} if which else None
         elif kind == "alloc":
             live[which] = (number, node, nbytes)
+            if apart is not None:
+                apart[which] = number
         elif kind == "free":
             live.pop(which, None)
+            if apart is not None:
+                apart.pop(which, None)
     gradients = [0] * (node_count + 1)
     for place in gradient_places & live.keys():
         _, node, nbytes = live[place]
         gradients[min(node + 1, node_count)] += nbytes
     *before, made = accumulate(gradients)
-    return Footprint(_others(events, owned, node_count, backward_nodes), before, made, produced)
+    others = _others(events, owned, outliving, node_count, backward_nodes)
+    return Footprint(others, before, made, produced)
 
 
-def _others(events: Iterable[Event], owned: Mapping[int, int], node_count: int, backward_nodes: Set[int]) -> list[int]:
+def _others(
+    events: Iterable[Event],
+    owned: Mapping[int, int],
+    uncounted: Set[int],
+    node_count: int,
+    backward_nodes: Set[int],
+) -> list[int]:
     highest = [0] * node_count
     charged: dict[int, int] = {}  # address → bytes of the allocation that are counted until it is freed
-    inside: dict[int, None] = {}  # addresses that were allocated in a part that `apart` marks
-    node, now, reloading, is_apart = 0, 0, False, False
+    node, now, reloading = 0, 0, False
     latest, paused = 0, 0  # the last node before a pause, and the most bytes since the pause began
     for number, (kind, which, nbytes) in enumerate(events):
         if kind == "node":
@@ -189,19 +204,11 @@ def _others(events: Iterable[Event], owned: Mapping[int, int], node_count: int, 
             node = which
         elif kind == "reload":
             reloading = bool(which)
-        elif kind == "apart":
-            is_apart = bool(which)
-            for address in inside:
-                now -= charged.pop(address, 0)
-            inside.clear()
         elif kind == "alloc":
-            if is_apart:
-                inside[which] = None
-            charged[which] = 0 if reloading else max(nbytes - owned.get(number, 0), 0)
+            charged[which] = 0 if reloading or number in uncounted else max(nbytes - owned.get(number, 0), 0)
             now += charged[which]
         elif kind == "free":
             now -= charged.pop(which, 0)
-            inside.pop(which, None)
         paused = max(paused, now)
         if node < node_count:
             highest[node] = max(highest[node], now)

@@ -233,8 +233,9 @@ def measure_link(device: torch.device, options: Options, room_bytes: int | None 
     # The store is a separate one: no other code uses it, and its copies do not appear in the report.
     # Copies between GPU and host take no CPU time from the computation.
     slows = device.type == "cpu" and torch.get_num_threads() >= len(os.sched_getaffinity(0))
+    store = make_store(device, options)
     try:
-        found = calibrate(make_store(device, options), device, options.spill_dir, room_bytes=room_bytes)
+        found = calibrate(store, device, options.spill_dir, room_bytes=room_bytes)
     except OSError as error:
         log.warning("the disk fails, so plans swap only what memory_limit requires: %s", error)
         return Link(_FAILING, _FAILING)

@@ -134,9 +134,9 @@ _hooks: list[RemovableHandle] = []
 def _listen(listener: HeldMemory) -> None:
     """Call `listener.optimizer_steps` before every optimizer step in this process.
 
-    What the step allocates is marked in profiles that go on. The hooks serve all listeners and are never removed. Torch
-    iterates over a dictionary of hooks. If a hook were removed during this iteration, because its model is freed, the
-    optimizer's step would raise an error.
+    What the step allocates is marked in profiles that are still recording. The hooks serve all listeners and are never
+    removed. Torch iterates over a dictionary of hooks. If a hook were removed during this iteration, because its model
+    is freed, the optimizer's step would raise an error.
     """
     if not _hooks:
         _hooks.append(register_optimizer_step_pre_hook(_tell))
@@ -181,8 +181,8 @@ class HeldMemory:
     def on_optimizer_step(self, own: Callable[[], None], other: Callable[[], None]) -> None:
         """Register bound methods, called before optimizers step: those of the model's parameters, and all others.
 
-        Before the first, the model's backward is over. Others may step between its forward and its backward, as in a
-        GAN.
+        When its own optimizer steps, the model's backward is over. Others may step between its forward and its
+        backward, as in a GAN.
         """
         self._before_own, self._before_other = weak_callback(own), weak_callback(other)
 
@@ -304,7 +304,7 @@ class HeldMemory:
         before = self._before_own if is_own else self._before_other
         if before is not None:
             before()
-        self._engine.collect()  # backward is over: free the memory of its graph before the optimizer needs memory
+        self._engine.collect()  # frees what backward passes that are over have left, before the optimizer needs memory
         stepped = (parameter for group in optimizer.param_groups for parameter in group["params"])
         self._engine.settle_dropped(stepped)  # of a graph whose backward is still to come
         if is_own and not is_known:

@@ -268,11 +268,13 @@ class Profiler(Recorder):
         identity = self._engine.identity(tensor)
         storage = self._saved.get(identity)
         if storage is None or storage.last_forward is not None:
+            nbytes, input_bytes = tensor.untyped_storage().nbytes(), self._input_bytes.get(identity, 0)
             storage = self._saved[identity] = SavedStorage(
                 self._engine.watch_storage(tensor),
                 self._engine.address_of(tensor),
-                tensor.untyped_storage().nbytes(),
-                input_bytes=self._input_bytes.get(identity, 0),
+                nbytes,
+                # On an accelerator, the bytes in use before the step include all of its storage.
+                input_bytes=nbytes if input_bytes and self._engine.is_accelerator else input_bytes,
             )
             self._all_saved.append(storage)
         storage.entries.append(pack_index)

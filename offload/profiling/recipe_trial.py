@@ -24,6 +24,7 @@ from offload.runtime.executor import SwapOnDemand
 from offload.runtime.recomputation import Recording, Surroundings
 from offload.runtime.recomputed_storage import StorageKey
 from offload.runtime.schedule import StepOrder
+from offload.torch_compat.autograd import current_node
 from offload.torch_compat.dispatch import can_record, undisturbed
 
 __all__ = ["RecipeTrial"]
@@ -67,7 +68,8 @@ class RecipeTrial(SwapOnDemand):
 
     def unpacking(self, pack_index: int) -> None:
         """Refuse the recipe of this pack if what it reads has been changed in place since the pack."""
-        self._trial.used(pack_index)
+        if current_node() is not None:  # otherwise code outside of backward reads grad_fn's attributes
+            self._trial.used(pack_index)
 
     @property
     def finished(self) -> bool:
@@ -82,11 +84,11 @@ class RecipeTrial(SwapOnDemand):
     def recipes(self) -> Mapping[int, MeasuredRecipe]:
         """Return the recipes that gave the same bytes, by the entry's pack index; complete if the trial is finished."""
         self._trial.read_times()
-        return self._trial.recipes
+        return dict(self._trial.recipes)
 
     def refusals(self) -> Mapping[int, Refusal]:
         """Return the reasons why the other entries have no recipe, by pack index."""
-        return self._trial.refusals
+        return dict(self._trial.refusals)
 
 
 class _Trial(Recording):

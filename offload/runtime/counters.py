@@ -72,6 +72,11 @@ class Counts(defaultdict[str, Count]):
         return count
 
     @property
+    def lacks_step(self) -> bool:
+        """Whether tensors have been saved although no step has begun."""
+        return self.steps == 0 and any(count.tensors for count in (self.swapped, *self.values()))
+
+    @property
     def steps(self) -> int:
         """Number of steps that have begun."""
         return self.begun.now

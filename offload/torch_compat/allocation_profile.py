@@ -11,7 +11,6 @@ import threading
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -30,6 +29,7 @@ MARK_PREFIX = "offload: "
 APART = f"{MARK_PREFIX}apart "
 _LOG_ERRORS = 2
 _of_thread = threading.local()
+_is_prepared = False  # whether the main thread has used torch's profiler
 
 
 class AllocationEvents:
@@ -179,11 +179,12 @@ class AllocationProfile:
     def release(self) -> None:
         """Allow other profiles in this process, and the profiler's log."""
         self.is_on = False
-        end = None if self.is_of_another_thread else vars(_of_thread).pop("end", None)
+        is_recorder = self._recording.get("now") is self  # of several profiles of a thread, only one has recorded
+        end = vars(_of_thread).pop("end", None) if is_recorder and not self.is_of_another_thread else None
         if end is not None:
             end.cancel()
         self._spans.clear()
-        if self._recording.get("now") is self:
+        if is_recorder:
             if self._quiet is not None:
                 self._quiet.end()
             del self._recording["now"]
@@ -194,16 +195,12 @@ def prepare() -> None:
 
     If another thread is the first to use it, torch writes an error to standard error.
     """
-    is_main = threading.current_thread() is threading.main_thread()
-    if is_main and not torch._C._autograd._profiler_enabled() and not _is_profiling_in_python():
-        _prepare()  # a whole recording: a profiler that is prepared and not used makes torch crash later
-
-
-@cache
-def _prepare() -> None:
-    first = AllocationProfile(torch.device("cpu"))
-    if first.start():
-        first.stop()
+    global _is_prepared
+    if not _is_prepared and threading.current_thread() is threading.main_thread():
+        first = AllocationProfile(torch.device("cpu"))
+        if first.start():  # a whole recording: a profiler that is prepared and not used makes torch crash later
+            first.stop()
+            _is_prepared = True
 
 
 @contextmanager

@@ -181,7 +181,7 @@ def test_the_least_limit_is_the_least_that_includes_its_own_windows(least):
     assert others + windows(found - 1) > found - 1
 
 
-LATER = "and what the optimizer's state will take"
+LATER = "(and more for optimizer state: no optimizer has stepped yet)"
 
 
 @pytest.mark.parametrize(("passes", "lacks_it"), [(1, False), (2, True)])

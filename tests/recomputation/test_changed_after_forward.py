@@ -79,3 +79,43 @@ def test_the_change_is_seen_when_backward_needs_the_result(model, tmp_path, monk
         pytest.raises(RuntimeError, match="modified by an inplace operation"),
     ):
         train(model)
+
+
+def train_in_pairs(model):
+    """Two forwards, each of which changes its features, and then their backwards."""
+    made = torch.Generator().manual_seed(2)
+    for _ in range(STEPS):
+        losses = []
+        for _ in range(2):
+            y, _, features = model(torch.randn(256, WIDTH, generator=made))
+            losses.append((y.square().mean(), features))
+        for loss, features in losses:
+            with torch.no_grad():
+                features.clamp_(0, 1)
+            loss.backward()
+    return [each.grad for each in model.parameters() if each.grad is not None]
+
+
+def test_a_trial_is_read_after_its_backward(model, tmp_path):
+    """Only backward shows what changes before it. Here the next forward comes first."""
+    expected = train_in_pairs(deepcopy(model))
+    with offload.enable(model, "smallest", min_tensor_bytes=1 << 12, spill_dir=tmp_path):
+        found = train_in_pairs(model)
+    assert len(found) == len(expected)
+    assert all(map(torch.equal, found, expected))
+
+
+def test_who_reads_saved_tensors_before_backward_does_not_end_the_check(model, tmp_path):
+    with offload.enable(model, "smallest", min_tensor_bytes=1 << 12, spill_dir=tmp_path) as handle:
+        for _ in range(STEPS):
+            y, _, features = model(torch.randn(256, WIDTH))
+            loss = y.square().mean()
+            pending = [y.grad_fn]
+            while pending:  # as a debugger does, which shows the graph
+                node = pending.pop()
+                _ = [getattr(node, name) for name in dir(node) if name.startswith("_saved_")]
+                pending += [before for before, _ in node.next_functions if before is not None]
+            with torch.no_grad():
+                features.clamp_(0, 1)
+            loss.backward()
+        assert "what it reads is changed in place later" in handle.plan.refusals.values()

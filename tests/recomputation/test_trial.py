@@ -175,7 +175,7 @@ def test_nothing_is_tried_that_does_not_fit(forcing):
 
 @pytest.mark.parametrize(("there", "is_tried"), [(90, True), (103, False)])
 def test_what_is_packed_later_counts_at_the_pack_of_a_recipe_that_is_tried(forcing, there, is_tried):
-    """Of the limit of 100 tensors, the recipe needs less than two."""
+    """Of the limit of 104 tensors, the recipe needs its own, its result and a part of a third for the comparison."""
     h_bytes = 32 * 256 * 4
     limit = {"base_bytes": [0] * 100, "limit_bytes": 104 * h_bytes, "unpacked_bytes": [there * h_bytes] * 100}
     handle = forcing.compare(make, step, limit=limit, recomputes=None)
