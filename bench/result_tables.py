@@ -53,12 +53,12 @@ FIGURES = {
     "block bytes": "block",
     "waste share": "memory wasted",
     "power of two waste share": "wasted with powers of two",
-    "kind": "what happens to it",
     "plain hooks us": "empty hooks",
     "pack us": "save",
     "pack and unpack us": "save and use",
     "processor us": "of it computing",
     "over plain hooks us": "more than empty hooks",
+    "over copies us": "beyond copies",
     "gap share": "gap",
     "slowdown share": "slowdown",
     "swaps": "swapped",
@@ -151,6 +151,7 @@ def from_benchmarks(content: Mapping[str, Any]) -> Iterator[Table]:
 def plain_table(group: str, rows: Sequence[Mapping[str, Any]], machine: Mapping[str, Any]) -> Table:
     """A group's medians beside its extra_info."""
     extra = list(dict.fromkeys(name for row in rows for name, value in row["extra_info"].items() if is_flat(value)))
+    extra = [name for name in extra if name != "kind"]  # as the case
     made = []
     for row in rows:
         cells = [case_of(row["name"]), f"{row['stats']['median'] * 1e3:.3f} ms"]

@@ -33,7 +33,7 @@ GUARDS = {
         test_values.test_backward_within_autocast,
     ),
     "bytes that changed are no source": (
-        (recipe_trial._Trial, "end", "any(source.is_changed for source in sources)", "False"),
+        (recipe_trial._Trial, "_refuse_changed", "any(source.is_changed", "any(False"),
         test_values.test_bytes_that_changed_while_they_were_copied,
     ),
     "a word of a workspace that differs was not written": (
@@ -205,7 +205,9 @@ def test_every_guard_is_missed(guard, tmp_path):
     where, test = GUARDS[guard]
     operators._known.clear()
     try:
-        with left_out(*where), pytest.raises((AssertionError, RuntimeError, pytest.fail.Exception)):
+        # The trial's second look in backward would refuse some of these recipes, and hide that the guard is left out.
+        blind = mock.patch.object(recipe_trial.RecipeTrial, "unpacking")
+        with blind, left_out(*where), pytest.raises((AssertionError, RuntimeError, pytest.fail.Exception)):
             run(test, str(tmp_path))
     finally:
         operators._known.clear()
