@@ -1,6 +1,7 @@
 """Steps whose forward, or all of whose work, runs in a thread that ends: torch's profiler may not stay on in it."""
 
-from threading import Thread
+from concurrent.futures import ThreadPoolExecutor
+from threading import get_ident
 
 import pytest
 import torch
@@ -15,13 +16,6 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch import nn
 import offload
-from offload.torch_compat import allocation_profile
-
-if "unguarded" in sys.argv:
-    allocation_profile.CallWhenFreed = lambda _: None
-if "unprepared" in sys.argv:
-    from offload.control import device_session
-    device_session.prepare = int
 
 torch.manual_seed(0)
 model = nn.Sequential(*[layer for _ in range(3) for layer in (nn.Linear(64, 64), nn.GELU())])
@@ -63,15 +57,43 @@ def test_the_process_ends_as_without_offload(part, tmp_path):
     assert ran(tmp_path, part) == (0, "")
 
 
-def test_a_profiler_that_stays_on_crashes_the_process(tmp_path):
-    status, _ = ran(tmp_path, "forward", "unguarded")
-    assert status < 0
+@pytest.mark.parametrize("stops", [False, True])
+def test_torchs_profiler_is_off_in_a_thread_that_has_ended(stops, monkeypatch):
+    """With the profiler on in it, the process would crash at its end."""
+    ended, disable = [], torch._C._autograd._disable_profiler
+
+    def told():
+        ended.append(get_ident())
+        return disable()
+
+    def record():
+        profile = AllocationProfile(torch.device("cpu"))
+        assert profile.start()
+        if stops:
+            profile.stop()
+        return get_ident(), profile
+
+    allocation_profile.prepare()
+    monkeypatch.setattr(torch._C._autograd, "_disable_profiler", told)
+    with ThreadPoolExecutor(1) as threads:
+        thread, profile = threads.submit(record).result()
+    assert ended == [thread], "once, in the thread itself"
+    assert profile.stop() is None
+    assert not AllocationProfile.is_recording()
 
 
-def test_a_profiler_that_a_thread_uses_first_says_so(tmp_path):
-    status, said = ran(tmp_path, "step", "unprepared")
-    assert status == 0
-    assert "must run in same thread" in said
+def test_only_the_main_thread_prepares_the_profiler(monkeypatch):
+    """If another thread is the first to use it, torch writes an error to standard error."""
+    monkeypatch.setattr(allocation_profile, "_is_prepared", False)
+    in_a_thread(allocation_profile.prepare)
+    assert not allocation_profile._is_prepared
+    allocation_profile.prepare()
+    assert allocation_profile._is_prepared
+
+
+def in_a_thread(run):
+    with ThreadPoolExecutor(1) as threads:
+        threads.submit(run).result()
 
 
 def test_a_profile_that_could_not_start_leaves_the_recording_one_its_guard():
@@ -87,7 +109,5 @@ def test_a_profile_that_could_not_start_leaves_the_recording_one_its_guard():
         first.stop()
         told.append("end" in vars(allocation_profile._of_thread))
 
-    thread = Thread(target=two)
-    thread.start()
-    thread.join()
+    in_a_thread(two)
     assert told == [True, False]
