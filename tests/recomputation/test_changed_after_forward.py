@@ -48,7 +48,7 @@ def train(model, changes=True):
 
 @pytest.fixture
 def model(monkeypatch):
-    monkeypatch.setenv("OFFLOAD_THROTTLE", "20MB/s")  # so slow that plans recompute what they can
+    monkeypatch.setenv("OFFLOAD_THROTTLE", "4MB/s")  # so slow that plans recompute what they can
     torch.manual_seed(0)
     return Branches()
 
