@@ -12,6 +12,7 @@ import pytest
 
 from offload import __version__
 from offload.cli import main as cli
+from offload.cli.script import page_path
 from offload.devices import allocator
 
 ROOT = Path(__file__).parents[1]
@@ -146,3 +147,18 @@ def test_what_the_terminal_cannot_show_is_replaced(words: str) -> None:
 def test_an_output_that_is_closed_is_no_error(output: str) -> None:
     shown = shell(f"offload doctor {output}")
     assert (shown.returncode, shown.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("command", ["plan", "fit"])
+def test_a_folder_that_is_missing_is_refused_before_a_script_runs(command: str, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("raise SystemExit(7)")
+    done = offload(command, "--plot", str(tmp_path / "no" / "page.html"), str(script))
+    assert done.returncode == 2
+    assert "page.html: its folder does not exist" in done.stderr
+
+
+def test_a_page_is_written_where_the_command_was_typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The script may change the folder before the page is written."""
+    monkeypatch.chdir(tmp_path)
+    assert page_path("page.html") == tmp_path / "page.html"

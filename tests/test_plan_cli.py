@@ -15,7 +15,6 @@ import pytest
 from page_check import charts_of, check_page, without_code
 
 from offload.cli import plan as plan_cli
-from offload.cli.script import page_path
 from offload.diagnostics.html.plan import render
 from offload.plan import Link, fastest_plan, least_feasible_limit, unswapped_bytes
 from offload.plan.trace import Node, Recompute, SavedTensor, Trace
@@ -378,15 +377,6 @@ def test_a_page_that_cannot_be_written_is_refused(path, tmp_path, capsys):
     assert str(tmp_path) in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("words", [["plan"], ["fit"]])
-def test_a_folder_that_is_missing_is_refused_before_a_script_runs(words, tmp_path):
-    script = tmp_path / "train.py"
-    script.write_text("raise SystemExit(7)")
-    done = command(*words, *(["--plot", tmp_path / "no" / "page.html"]), script)
-    assert done.returncode == 2
-    assert "page.html: its folder does not exist" in done.stderr
-
-
 def test_the_shows_on_a_recorded_trace(capsys):
     path = SHARED / "vit.json"
     if not path.exists():
@@ -398,9 +388,3 @@ def test_the_shows_on_a_recorded_trace(capsys):
     assert data["gap"] <= 0.005
     assert call(path, "--memory-limit", "10GiB", *link) == 3
     assert f"{least_feasible_limit(Trace.load(path))} bytes" in capsys.readouterr().err
-
-
-def test_a_page_is_written_where_the_command_was_typed(tmp_path, monkeypatch):
-    """The script may change the folder before the page is written."""
-    monkeypatch.chdir(tmp_path)
-    assert page_path("page.html") == tmp_path / "page.html"

@@ -29,7 +29,7 @@ from offload.optimizer_state.movers import StateMovers
 from offload.options import Options
 from offload.plan import Link
 from offload.profiling.model_state import HeldMemory, ModelState
-from offload.runtime.counters import Counts
+from offload.runtime.counters import Count, Counts
 from offload.runtime.engine import Engine
 from offload.runtime.executor import StepObserver
 from offload.runtime.hooks import innermost_step_hooks
@@ -125,6 +125,12 @@ class DeviceSession:
             return self.controller.latest()
         self.controller.read_measurements()
         return None
+
+    @property
+    def swapped(self) -> Count:
+        """Storages swapped out so far, without those whose write failed: `counts` counts them at their packs."""
+        counted, engine = self.counts.swapped, self.engine
+        return Count(counted.tensors - engine.failed, counted.nbytes - engine.failed_bytes)
 
     def observer(self, signature: object, model: nn.Module) -> StepObserver:
         """Begin a step: return its observer, and let optimizer state be in memory as the step's plan allows."""

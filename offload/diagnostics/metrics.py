@@ -53,8 +53,7 @@ class StepMetrics:
         """
         here = enabled.on_device
         steps = here.counts.steps - is_step_begun
-        stalled = here.engine.store.stats()["stall_seconds"]
-        swapped = here.counts.swapped.nbytes - here.engine.failed_bytes
+        stalled, swapped = here.engine.store.stats()["stall_seconds"], here.swapped.nbytes
         over, waited, left = steps - self._steps, stalled - self._stalled_seconds, swapped - self._swapped_bytes
         self._steps, self._stalled_seconds, self._swapped_bytes = steps, stalled, swapped
         if min(over, waited, left) < 0:  # the model was moved to another device, whose figures begin at 0

@@ -48,17 +48,16 @@ def make_report(
     counts = here.counts
     here.latest()
     counts.attribute_misses(here.engine.misses)
-    swapped, kept = counts.swapped.copy(), {reason: count.copy() for reason, count in counts.items() if count.tensors}
-    if failed := here.engine.failed:  # counted as swapped at their packs
-        kept["write failed"] = stayed = Count(failed, here.engine.failed_bytes)
-        swapped = Count(swapped.tensors - stayed.tensors, swapped.nbytes - stayed.nbytes)
+    kept = {reason: count.copy() for reason, count in counts.items() if count.tensors}
+    if failed := here.engine.failed:
+        kept["write failed"] = Count(failed, here.engine.failed_bytes)
     return Report(
         verdict=weigh_process(make_verdict(enabled)),
         steps=counts.steps,
         device=str(here.device),
         tier=tier(here),
         allocator=allocator.describe() if here.device.type == "cpu" else "torch's caching allocator",
-        swapped=swapped,
+        swapped=here.swapped,
         kept=kept,
         deduplicated=counts.duplicates.copy(),
         store=here.engine.store_stats(),
