@@ -149,6 +149,13 @@ def test_an_output_that_is_closed_is_no_error(output: str) -> None:
     assert (shown.returncode, shown.stderr) == (0, "")
 
 
+@pytest.mark.parametrize("words", ["doctor", "doctor --json"])
+def test_an_output_that_cannot_be_written_ends_with_a_message(words: str) -> None:
+    shown = shell(f"offload {words} >/dev/full")
+    assert shown.returncode == 1
+    assert shown.stderr == "offload: the output cannot be written: No space left on device\n"
+
+
 @pytest.mark.parametrize("command", ["plan", "fit"])
 def test_a_folder_that_is_missing_is_refused_before_a_script_runs(command: str, tmp_path: Path) -> None:
     script = tmp_path / "train.py"

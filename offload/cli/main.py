@@ -87,7 +87,10 @@ def _dispatch(args: argparse.Namespace, script_args: list[str] | None) -> int:
 
 
 class _Output:
-    """Standard output whose reader may end early, as `head` does: the rest of the output is then discarded."""
+    """Standard output whose reader may end early, as `head` does: the rest of the output is then discarded.
+
+    If it cannot be written for another reason, such as a full disk, the command ends with a message.
+    """
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -95,8 +98,8 @@ class _Output:
     def write(self, text: str) -> int:
         try:
             return self._stream.write(text)
-        except BrokenPipeError:
-            self._drop()
+        except OSError as error:
+            self._drop(error)
             return len(text)
 
     def writelines(self, lines: Iterable[str]) -> None:
@@ -106,13 +109,15 @@ class _Output:
     def flush(self) -> None:
         try:
             self._stream.flush()
-        except BrokenPipeError:
-            self._drop()
+        except OSError as error:
+            self._drop(error)
 
-    def _drop(self) -> None:
+    def _drop(self, error: OSError) -> None:
         nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, self._stream.fileno())
+        os.dup2(nowhere, self._stream.fileno())  # the stream is written once more when Python ends
         os.close(nowhere)
+        if not isinstance(error, BrokenPipeError):
+            raise SystemExit(f"offload: the output cannot be written: {error.strerror}")
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
