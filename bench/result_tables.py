@@ -312,15 +312,22 @@ def slowdown_table(content: Mapping[str, Any]) -> Table:
 
 
 def above_plain(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Say in how many rows the measured steps need more memory than plain's, and by how much; empty if in none."""
-    more = [row["steady_peak_bytes"] - row["plain_steady_peak_bytes"] for row in rows]
-    above = [nbytes for nbytes in more if nbytes > 0]
+    """Say in how many rows the measured steps need more memory than plain's, by how much and why; empty if in none."""
+    above = [row for row in rows if row["steady_peak_bytes"] > row["plain_steady_peak_bytes"]]
     if not above:
         return ""
-    return (
+    more = [row["steady_peak_bytes"] - row["plain_steady_peak_bytes"] for row in above]
+    said = (
         f" In {len(above)} of {len(rows)} rows the measured steps need more memory than plain's: by "
-        f"{format_bytes(min(above))} to {format_bytes(max(above))}. Offload itself needs some MiB, and malloc may keep "
-        "free memory from the search."
+        f"{format_bytes(min(more))} to {format_bytes(max(more))}."
+    )
+    counts = [(row.get("allocated_bytes"), row.get("plain_allocated_bytes")) for row in above]
+    own = [one - other for one, other in counts if one is not None and other is not None]
+    if not own:
+        return f"{said} A part of it is free memory that malloc keeps."
+    return (
+        f"{said} By malloc's count, at most {format_bytes(max(0, *own))} more than with plain was allocated there after"
+        " the last step; the rest is free memory that malloc keeps."
     )
 
 

@@ -137,6 +137,7 @@ class Trainer:
         self._stall_before = 0.0
         self._settled = 0
         self._meter: MemoryMeter | None = None
+        self._allocated_before: int | None = None  # by malloc's count
         # Before a contestant runs a step: memory that malloc keeps after it would count as the initial memory.
         self.baseline_bytes = self._begin()
         try:
@@ -155,6 +156,7 @@ class Trainer:
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
             return int(torch.cuda.memory_allocated())
+        self._allocated_before = allocator.bytes_in_use()
         self._meter = MemoryMeter("cpu")
         self._meter.start()
         return self._meter.baseline_bytes
@@ -234,8 +236,14 @@ class Trainer:
         assert meter is not None
         settled_peak_bytes = meter.lap()  # since `settle`, or the latest step that was watched
         self._end_meter()
+        allocated_bytes = allocator.bytes_in_use()
         return {
             "allocator": allocator.current(),
+            "allocated_bytes": (
+                None
+                if allocated_bytes is None or self._allocated_before is None
+                else allocated_bytes - self._allocated_before
+            ),
             "baseline_bytes": meter.baseline_bytes,
             "peak_bytes": meter.peak_bytes - meter.baseline_bytes,
             **({} if self._watch is not None else {"settled_peak_bytes": settled_peak_bytes - meter.baseline_bytes}),

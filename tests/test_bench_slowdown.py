@@ -29,6 +29,10 @@ def test_a_row_of_a_short_run(tmp_path: Path) -> None:
     assert len(row["steps_seconds"]) == len(row["plain_steps_seconds"]) == 4
     assert 0 < row["steady_peak_bytes"] <= row["peak_bytes"]
     assert 0 <= row["last_change"] <= 4
+    counts = row["allocated_bytes"], row["plain_allocated_bytes"]
+    assert (
+        all(nbytes > 0 for nbytes in counts) if row["allocator"] in {"tcmalloc", "jemalloc"} else counts == (None, None)
+    )
     assert ("NOT KEPT" in run.stdout) != row["kept"]
     command = [sys.executable, "bench/slowdown.py", "--json", str(out), "--size", "tiny", "--steps", "2", "--keep"]
     subprocess.run([*command, "--family", "gru", "--plain", "--runs", "2"], cwd=ROOT, check=True)
@@ -61,4 +65,14 @@ def test_rows_that_need_more_memory_than_plain_are_counted() -> None:
     ]
     assert above_plain(rows).startswith(" In 3 of 5 rows")
     assert "by 1.00 MiB to 19.00 MiB" in above_plain(rows)
+    assert "By malloc's count" not in above_plain(rows)
     assert above_plain(rows[:2]) == ""
+
+
+def test_what_is_allocated_is_told_from_what_malloc_keeps() -> None:
+    above = {"plain_steady_peak_bytes": 1 << 20, "steady_peak_bytes": 5 << 20, "plain_allocated_bytes": 1 << 10}
+    below = {**above, "steady_peak_bytes": 1 << 20, "allocated_bytes": 1 << 30}
+    uncounted = {**above, "allocated_bytes": None}
+    said = above_plain([below, uncounted, {**above, "allocated_bytes": 5 << 10}, {**above, "allocated_bytes": 3 << 10}])
+    assert "at most 4.00 KiB more than with plain was allocated" in said
+    assert "at most 0 B more" in above_plain([{**above, "allocated_bytes": 0}])
