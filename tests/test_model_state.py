@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.utils import parametrizations, parametrize
 
 import offload
-from offload.profiling.model_state import ModelState
+from offload.profiling.model_state import LOOKS_MAX, ModelState
 
 ROWS = 64
 
@@ -206,6 +206,43 @@ def test_a_plan_is_made_anew_where_an_optimizer_holds_more(tmp_path):
     optimizer.state[extra]["step"] = torch.zeros(20)
     assert found() == before + 8160
     handle.disable()
+
+
+class CountedWatch:
+    def __init__(self, watch):
+        self.watch = watch
+        self.looks = 0
+
+    def look(self, model):
+        self.looks += 1
+        return self.watch.look(model)
+
+
+@pytest.mark.parametrize("is_sharded", [False, True])
+def test_unknown_storages_are_looked_up_in_the_model_a_few_times_a_step(is_sharded):
+    """A thousand layers with masks would otherwise read a thousand modules a thousand times; FSDP gathers parameters
+    during the step, so there each storage is looked up."""
+    model = Net()
+    if is_sharded:
+        model.second = ShardedLinear(32, 32)
+    state = ModelState(model)
+    watch = state._watch = CountedWatch(state._watch)
+    state.look()
+    model.register_buffer("early", torch.ones(3))
+    assert state.holds_now(model.early.untyped_storage()._cdata)
+    assert not any(state.holds_now(-number) for number in range(2, 3 * LOOKS_MAX))
+    looks = watch.looks
+    assert looks == 1 + (3 * LOOKS_MAX - 1 if is_sharded else LOOKS_MAX)
+    assert not any(state.holds_now(-number) for number in range(2, 3 * LOOKS_MAX))
+    assert watch.looks == looks, "what is known is not looked up"
+    model.register_buffer("late", torch.ones(3))
+    late = model.late.untyped_storage()._cdata
+    assert state.holds_now(late) == is_sharded
+    state.expire()
+    state.look()
+    assert state.holds_now(late)
+    model.register_buffer("next", torch.ones(3))
+    assert state.holds_now(model.next.untyped_storage()._cdata), "the next step looks again"
 
 
 def test_a_dead_tensor_at_the_same_address_is_another():

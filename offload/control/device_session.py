@@ -43,8 +43,6 @@ __all__ = ["DeviceSession"]
 
 log = logging.getLogger("offload")
 
-UNHELD_MAX = 4096  # entries of the cache `ModelState.not_held`
-
 
 class DeviceSession:
     """Implements `hooks.Policy` for the steps that begin while the model is on this device.
@@ -193,14 +191,8 @@ class DeviceSession:
         if tensor.requires_grad:
             return "leaf" if tensor.is_leaf else None  # the program reads a leaf's gradient, so it holds the leaf
         if tensor.grad_fn is None:  # perhaps a frozen parameter or a buffer added since the last `look`
-            if storage_id not in self.state.not_held:
-                self.state.expire()
-                self.state.look()
-                if storage_id in self.state.storages:
-                    return "parameter"
-                if len(self.state.not_held) >= UNHELD_MAX:
-                    self.state.not_held.clear()
-                self.state.not_held.add(storage_id)
+            if self.state.holds_now(storage_id):
+                return "parameter"
             if late_writes.is_writing():
                 return "written later"
         return None

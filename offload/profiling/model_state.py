@@ -29,6 +29,9 @@ from offload.torch_compat.tensors import local_of
 
 __all__ = ["HeldBefore", "HeldBytes", "HeldMemory", "ModelState", "tensors_in"]
 
+UNHELD_MAX = 4096  # entries of the cache `ModelState.not_held`
+LOOKS_MAX = 64  # in each step, beyond the one at its begin
+
 
 @dataclass(frozen=True)
 class HeldBytes:
@@ -82,6 +85,7 @@ class ModelState:
         self._lock = threading.RLock()
         self._is_known = False
         self._is_current = False
+        self._looks_left = LOOKS_MAX
         self.storages: frozenset[int] = frozenset()
         # A cache of negative look-ups, so that a mask, say, is not searched among the model's tensors at each pack. If
         # such a storage becomes a parameter, this is noticed at the next forward.
@@ -100,6 +104,25 @@ class ModelState:
     def expire(self) -> None:
         """Make the next call of `look` read the model again. Called when a step begins."""
         self._is_current = False
+        self._looks_left = LOOKS_MAX
+
+    def holds_now(self, storage_id: int) -> bool:
+        """Return whether a storage is that of a parameter or a buffer, possibly of one added since the step began.
+
+        Reading a model of thousands of layers takes milliseconds. So in each step it is read again for the first
+        `LOOKS_MAX` unknown storages only, unless FSDP gathers its parameters during the step. A buffer that is added
+        after them is noticed when the next step begins.
+        """
+        if storage_id not in self.storages and storage_id not in self.not_held:
+            if self._looks_left > 0 or self.is_sharded:
+                self._looks_left -= 1
+                self._is_current = False
+                self.look()
+            if storage_id not in self.storages:
+                if len(self.not_held) >= UNHELD_MAX:
+                    self.not_held.clear()
+                self.not_held.add(storage_id)
+        return storage_id in self.storages
 
     def look(self) -> None:
         """Compare the model with the last call, and update the attributes; does nothing if this step has done so."""
