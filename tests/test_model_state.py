@@ -208,6 +208,17 @@ def test_a_plan_is_made_anew_where_an_optimizer_holds_more(tmp_path):
     handle.disable()
 
 
+def test_a_storage_made_during_a_step_is_not_taken_for_one_that_a_parameter_had():
+    """A moved parameter leaves its storage during forward; then an activation may be where that storage was."""
+    model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(20)])
+    state = ModelState(model)
+    state.look()
+    for each in model.parameters():
+        each.data = torch.zeros(8)
+    made = [torch.zeros(8) for _ in range(200)]
+    assert not any(state.holds_now(each.untyped_storage()._cdata) for each in made)
+
+
 class CountedWatch:
     def __init__(self, watch):
         self.watch = watch

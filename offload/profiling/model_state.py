@@ -20,12 +20,12 @@ from torch.utils.hooks import RemovableHandle
 
 from offload._core import StateWatch
 from offload.devices.device import device_of
-from offload.runtime.engine import Engine, storage_bytes
+from offload.runtime.engine import Engine, has_storage, storage_bytes
 from offload.runtime.weak import WeakReferences, run_pending_callbacks, weak_callback
 from offload.torch_compat.allocation_profile import mark_apart
 from offload.torch_compat.autograd import OUTSIDE, current_backward
 from offload.torch_compat.modules import gradients_of, is_sharded, state_tensors
-from offload.torch_compat.tensors import local_of
+from offload.torch_compat.tensors import StorageWatch, local_of
 
 __all__ = ["HeldBefore", "HeldBytes", "HeldMemory", "ModelState", "tensors_in"]
 
@@ -86,6 +86,7 @@ class ModelState:
         self._is_known = False
         self._is_current = False
         self._looks_left = LOOKS_MAX
+        self._watches: list[StorageWatch] = []  # while they exist, no other storage has one of the identities
         self.storages: frozenset[int] = frozenset()
         # A cache of negative look-ups, so that a mask, say, is not searched among the model's tensors at each pack. If
         # such a storage becomes a parameter, this is noticed at the next forward.
@@ -144,7 +145,10 @@ class ModelState:
             return
         held = [*parameters, *buffers]
         found = storage_bytes(held)
+        # A moved parameter may leave its storage during the step: no tensor that forward makes may get its identity.
+        watches = [StorageWatch(tensor.untyped_storage()) for tensor in held if has_storage(tensor)]
         self.storages, self.nbytes = frozenset(found), sum(found.values())
+        self._watches = watches
         self.devices = frozenset(tensor.device for tensor in held)
         self.is_sharded = is_sharded(model)
         self.changes += 1
