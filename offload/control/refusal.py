@@ -34,6 +34,8 @@ class GradientKnob:
     writing_bytes
         How many of the bytes may be in memory because they are still being written. If all may be, the argument is
         not named.
+
+    Neither counts if the most memory is in use during the update, which has such bytes in memory too.
     """
 
     text: str
@@ -41,9 +43,12 @@ class GradientKnob:
     ahead_bytes: int = 0
     writing_bytes: int = 0
 
-    def freed_bytes(self, gradient_bytes: int) -> int:
+    def freed_bytes(self, gradient_bytes: int, *, in_update: bool) -> int:
         """Return how many bytes it frees at most if this many bytes of gradients are in memory."""
-        nbytes = min(gradient_bytes, self.nbytes_max) - self.ahead_bytes
+        nbytes = min(gradient_bytes, self.nbytes_max)
+        if in_update:
+            return nbytes
+        nbytes -= self.ahead_bytes
         return nbytes if nbytes > self.writing_bytes else 0
 
 
@@ -99,11 +104,11 @@ def explained(
     for reason in error.reasons:
         reasons += _parts(reason, planned, optimizer_bytes)
     reasons.sort(key=lambda reason: -reason.bytes)
-    gradients = _gradients_at_peak(error, planned)
+    gradients, is_in_update = _gradients_at_peak(error, planned)
     found = [
         *_knobs(options, counts, movable_bytes, least_bytes),
         *_knobs_of_parameters(frozen_bytes, parameter_bytes, copied_bytes),
-        *((each.freed_bytes(gradients), each.text) for each in for_gradients),
+        *((each.freed_bytes(gradients, in_update=is_in_update), each.text) for each in for_gradients),
     ]
     knobs = [Reason(nbytes, text) for nbytes, text in found if nbytes >= _WORTH_BYTES]
     knobs.sort(key=lambda knob: -knob.bytes)
@@ -143,17 +148,17 @@ def _gradients_at(node: int, planned: PlannedStep) -> int:
     return max(planned.held.gradients, made[node] if node < len(made) else 0)
 
 
-def _gradients_at_peak(error: InfeasibleLimitError, planned: PlannedStep) -> int:
-    """Return the bytes of gradients in memory where `least_limit_bytes` are needed; 0 if they are a small part of it.
+def _gradients_at_peak(error: InfeasibleLimitError, planned: PlannedStep) -> tuple[int, bool]:
+    """Return the bytes of gradients in memory where `least_limit_bytes` are needed, and whether this is the update.
 
-    They are a small part if three saved tensors are larger than all memory that is not saved for backward.
+    The bytes are 0 if three saved tensors are larger than all memory that is not saved for backward.
     """
     for reason in error.reasons:
         if reason.node is not None:
-            return min(_gradients_at(reason.node, planned), reason.bytes)
+            return min(_gradients_at(reason.node, planned), reason.bytes), False
         if reason.text.startswith(IN_UPDATE):
-            return min(planned.gradients_in_update, reason.bytes)
-    return 0
+            return min(planned.gradients_in_update, reason.bytes), True
+    return 0, False
 
 
 def _knobs_of_parameters(frozen_bytes: int, parameter_bytes: int, copied_bytes: int) -> Iterator[tuple[int, str]]:
