@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import subprocess
+from pathlib import Path
 
 import pytest
+import torch
 from forked_python import run_python
+from torch import nn
+
+import offload
+from offload.torch_compat.allocation_profile import AllocationProfile
 
 BEGIN = """
 import torch, offload
@@ -128,3 +134,44 @@ for wrap in (lambda forward: functools.wraps(forward)(lambda *args: 2 * forward(
 """
     ran = run(script)
     assert ran.returncode == 0, ran.stderr
+
+
+@pytest.mark.parametrize("parameters", ["frozen", "all"])
+def test_trace_refuses_parameters_that_leave_memory(parameters: str, tmp_path: Path) -> None:
+    """Its result would compute with the memory that they have left."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64).requires_grad_(False), nn.GELU(), nn.Linear(64, 64))
+    x = torch.randn(8, 64)
+    plain = model(x)
+    handle = offload.enable(model, parameters=parameters, min_tensor_bytes=1024, spill_dir=tmp_path)
+    for _ in range(2):
+        model(x).sum().backward()
+        with pytest.raises(ValueError, match=r"torch\.jit\.trace keeps the memory of parameters"):
+            torch.jit.trace(model, x, check_trace=False)
+        with pytest.raises(ValueError, match="keeps the memory of parameters"):
+            torch.jit.trace(model[0], x, check_trace=False)
+        assert torch.equal(model(x), plain)
+    handle.disable()
+    assert torch.equal(torch.jit.trace(model, x)(x), plain)
+
+
+@pytest.mark.parametrize("is_guarded", [True, False])
+def test_trace_right_after_the_step_that_is_profiled(
+    is_guarded: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The recording of its allocations ends at the next forward that is not traced."""
+    if not is_guarded:
+        monkeypatch.setattr("offload.profiling.allocations.is_script_tracing", lambda: False)
+    model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
+    x = torch.randn(8, 64)
+    plain = model(x)
+    with offload.enable(model, min_tensor_bytes=1024, spill_dir=tmp_path):
+        model(x).sum().backward()
+        if not is_guarded:
+            with pytest.raises(RuntimeError, match="_RecordFunction"):
+                torch.jit.trace(model, x)
+            return
+        assert torch.equal(torch.jit.trace(model, x)(x), plain)
+        for _ in range(2):
+            model(x).sum().backward()
+        assert not AllocationProfile.is_recording()

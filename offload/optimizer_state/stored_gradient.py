@@ -14,7 +14,7 @@ from torch import Tensor, UntypedStorage
 
 from offload import _core
 from offload.optimizer_state.counts import GradientCounts
-from offload.runtime.engine import Engine
+from offload.runtime.engine import REFUSALS, Engine
 from offload.runtime.unreadable import UnreadableError
 from offload.torch_compat.optimizers import holds_alone
 
@@ -98,7 +98,7 @@ class StoredGradient:
             return
         try:
             stored = place.engine.swap_out(tensor, key, _SPILL_FIRST)
-        except (MemoryError, OSError, _core.PinningFailed) as error:
+        except REFUSALS as error:
             place.counts.failed += 1
             place.counts.failure = str(error)
             return

@@ -19,7 +19,7 @@ from offload import _core
 from offload.optimizer_state.loading import convert
 from offload.optimizer_state.snapshot import Snapshot
 from offload.optimizer_state.state_tensor import StateTensor, is_movable
-from offload.runtime.engine import Engine
+from offload.runtime.engine import REFUSALS, Engine
 from offload.runtime.unreadable import UnreadableError
 from offload.torch_compat.optimizers import holds_alone, is_called_by_state_dict
 from offload.torch_compat.tensors import is_local_held, local_of
@@ -167,7 +167,7 @@ class StreamedState(defaultdict[Any, State]):
     def _put_out(self, each: StateTensor, need: int) -> None:
         try:
             each.leave(self.engine, need)
-        except (MemoryError, OSError, _core.PinningFailed) as error:  # the tensor stays in memory
+        except REFUSALS as error:  # the tensor stays in memory
             self.refused += 1
             self.refusal = str(error)
 

@@ -18,13 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from offload import _core
 from offload.parameters.gathered import CompiledCall, Forward, Gathered, Pass, moved_in
 from offload.parameters.moved_parameter import MovedParameter, is_movable
 from offload.parameters.saved_parameter import SavedParameter
 from offload.parameters.stored_parameter import StoredParameter
 from offload.parameters.window import Window
-from offload.runtime.engine import Engine
+from offload.runtime.engine import REFUSALS, Engine
 from offload.runtime.forward_wrapper import ForwardWrapper
 from offload.runtime.hooks import StepHooks
 from offload.torch_compat.compiled import compiled_parts, is_compiled, untraceable_wrappers, wrappers_of
@@ -197,7 +196,7 @@ class ParameterMover:
             return True
         try:
             StoredParameter(parameter, self.engine, self.window, self._name_of).put_away(parameter)
-        except (MemoryError, OSError, _core.PinningFailed) as error:
+        except REFUSALS as error:
             self.window.refuse(error)
         self.engine.limit_in_flight()
         return False

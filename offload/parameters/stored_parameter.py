@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from offload import _core
 from offload.parameters.content import Content, ParameterError
 from offload.parameters.moved_parameter import MovedParameter, is_movable
-from offload.runtime.engine import Engine
+from offload.runtime.engine import REFUSALS, Engine
 from offload.torch_compat.optimizers import nan_like
 from offload.torch_compat.overrides import (
     alias_of,
@@ -258,7 +258,7 @@ class StoredParameter:
                 self._renew(parameter)
                 self.window.rewritten += 1
                 self.window.out_bytes += self.nbytes
-        except (MemoryError, OSError, _core.PinningFailed) as error:
+        except REFUSALS as error:
             self.window.refuse(error)
             return False
         self.is_suspect = self.is_lent = self.is_changed = False

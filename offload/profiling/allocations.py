@@ -17,7 +17,7 @@ import torch
 from offload.devices.allocator import release_free_memory
 from offload.plan.trace import SavedTensor
 from offload.torch_compat.allocation_profile import APART, MARK_PREFIX, AllocationEvents, AllocationProfile
-from offload.torch_compat.autograd import OUTSIDE, backward_caller, current_backward
+from offload.torch_compat.autograd import OUTSIDE, backward_caller, current_backward, is_script_tracing
 
 log = logging.getLogger("offload")
 
@@ -94,12 +94,13 @@ class StepAllocations:
         """Stop recording. Return False if this thread cannot do it now.
 
         Only the thread that started it can, as long as it runs; and not inside a backward pass (an optimizer may step
-        there): when the running node ends, torch would turn the profiler on again.
+        there): when the running node ends, torch would turn the profiler on again. Nor while torch.jit.trace records
+        every operator: it would refuse the one that ends a span.
         """
         if not self._profile.is_on:
             self._profile.release()
             return True
-        if current_backward() not in (self._backward, OUTSIDE):
+        if current_backward() not in (self._backward, OUTSIDE) or is_script_tracing():
             return False
         if self._profile.is_of_another_thread and self._profile.thread_is_alive:
             return False

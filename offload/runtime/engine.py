@@ -25,6 +25,10 @@ from offload.torch_compat.tensors import StorageWatch, has_own_bytes, storage_id
 
 log = logging.getLogger("offload")
 
+# If a copy-out raises one of these, the store has not taken the bytes, and the tensor stays in memory. PoolExhausted is
+# a MemoryError. Other OSErrors are not among them: a signal handler may raise TimeoutError, which the program expects.
+REFUSALS = (MemoryError, _core.SpillError, _core.PinningFailed)
+
 LANE_NICENESS = 0  # of the threads that copy, relative to the process
 
 # Statistics of a store that are totals since its creation; the others are current values.

@@ -17,7 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from offload._core import HookCore, KeptTensor, PinningFailed, SwappedStorage, SwappedView, follow, view_of
 from offload.options import Options
 from offload.runtime.counters import Counts
-from offload.runtime.engine import Engine
+from offload.runtime.engine import REFUSALS, Engine
 from offload.runtime.executor import StepObserver, SwapOnDemand
 from offload.runtime.recomputation import Recomputation
 from offload.runtime.recomputed_storage import DroppedHandle
@@ -26,10 +26,6 @@ from offload.torch_compat.tensors import raise_changed, version_of
 
 # The object that a graph node holds instead of a saved tensor.
 Packed = KeptTensor | SwappedView
-
-# If a copy-out raises one of these, the tensor is kept: it stays in memory. The errors of the store are among them:
-# PoolExhausted is a MemoryError, SpillError an OSError.
-_REFUSALS = (MemoryError, OSError, PinningFailed)
 
 
 class HeldStorages(Protocol):
@@ -158,7 +154,7 @@ class StepHooks(HookCore):
         return packed
 
     def pack_failed(self, error: Exception, tensor: Tensor, index: int, nbytes: int) -> Packed:
-        """Keep a tensor whose copy-out the store refused (`_REFUSALS`). Raises any other error of the copy-out."""
+        """Keep a tensor whose copy-out the store refused (`REFUSALS`). Raises any other error of the copy-out."""
         try:
             packed = self._keep_after(error, tensor, index, nbytes)
         finally:
@@ -167,7 +163,7 @@ class StepHooks(HookCore):
         return packed
 
     def _keep_after(self, error: Exception, tensor: Tensor, index: int, nbytes: int) -> Packed:
-        if not isinstance(error, _REFUSALS):
+        if not isinstance(error, REFUSALS):
             try:
                 raise error
             finally:
@@ -253,7 +249,7 @@ class StepHooks(HookCore):
             return view_of(tensor, dropped, index)
         try:
             slot = self._engine.swap_out(tensor, key, self._observer.need(index))
-        except _REFUSALS as error:
+        except REFUSALS as error:
             return self._keep_after(error, tensor, index, nbytes)
         self._observer.swapped(index, slot, tensor)
         if self._recomputation is not None:

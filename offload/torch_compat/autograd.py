@@ -26,6 +26,7 @@ __all__ = [
     "current_node",
     "hooks_forbidden_reason",
     "innermost_hooks",
+    "is_script_tracing",
     "is_tracing",
     "keeps_graph",
 ]
@@ -41,7 +42,8 @@ current_node: Callable[[], Any] = torch._C._current_autograd_node
 # Looked up once, because every step needs them and torch._C is a large module.
 _dispatch_mode: Callable[[Any], Any] = torch._C._get_dispatch_mode
 _FAKE = torch._C._TorchDispatchModeKey.FAKE
-_is_traced: Callable[[], bool] = torch._C._is_tracing
+# Whether TorchScript (torch.jit.trace) traces in this thread.
+is_script_tracing: Callable[[], bool] = torch._C._is_tracing
 
 
 def call_at_end_of_backward(callback: Callable[[], None]) -> None:
@@ -106,7 +108,7 @@ def checkpoint_is_innermost() -> bool:
 
 def is_tracing() -> bool:
     """Return whether TorchScript or torch.export traces in this thread. Tensors may have no data then."""
-    return bool(mode_count() and _dispatch_mode(_FAKE) is not None) or _is_traced()
+    return bool(mode_count() and _dispatch_mode(_FAKE) is not None) or is_script_tracing()
 
 
 _keeps_graph = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
