@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from multiprocessing.reduction import ForkingPickler
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import reduce_tensor
 
 from offload import _core
 from offload.torch_compat.autograd import hooks_forbidden_reason
@@ -68,6 +70,20 @@ class MovedParameter(nn.Parameter):
 
     def _copied(self) -> nn.Parameter:
         return nn.Parameter(self._offload_stored.copy(self), requires_grad=requires_grad_of(self))
+
+
+def _sent(parameter: MovedParameter) -> Any:
+    """Pickle a parameter for another process. It becomes an ordinary one, which torch places in shared memory.
+
+    The other process opens this memory later, so it cannot be that of a copy that is freed now.
+    """
+    record = parameter._offload_stored
+    with record.window.lock:
+        record.forget(parameter)
+    return reduce_tensor(parameter)  # type: ignore[no-untyped-call]
+
+
+ForkingPickler.register(MovedParameter, _sent)
 
 
 def is_movable(parameter: Tensor, device: torch.device, min_nbytes: int, *, also_trained: bool) -> bool:
