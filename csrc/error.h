@@ -27,11 +27,11 @@ class PoolExhausted : public std::runtime_error {
   const size_t max_bytes;
 };
 
-// A driver entry point failed, is missing, or was called from the wrong process.
+// A driver entry point failed, is missing, or was called from the wrong process. Code 0: the driver itself returned none.
 class DriverError : public std::runtime_error {
  public:
   DriverError(const std::string& entry_point, int result, const std::string& detail)
-      : std::runtime_error(entry_point + " failed with code " + std::to_string(result) + ": " + detail),
+      : std::runtime_error(entry_point + (result ? " failed with code " + std::to_string(result) : "") + ": " + detail),
         call(entry_point),
         code(result) {}
 

@@ -45,7 +45,8 @@ void HostDriver::require_same_process() const {
   if (in_forked_child() && !OFFLOAD_BROKEN("a forked child is refused"))
     throw DriverError("offload", 0,
                       "fork() does not copy the engine's threads: in this process call offload.disable(model), and "
-                      "then offload.enable(model) to swap here too; or start the process with "
+                      "then offload.enable(model) to swap here too (with moved parameters, call offload.disable(model) "
+                      "before the fork); or start the process with "
                       "multiprocessing.set_start_method(\"spawn\")");
 }
 

@@ -3,9 +3,9 @@
 import pytest
 
 REFUSED = (
-    "DriverError: offload failed with code 0: fork() does not copy the engine's threads: in this process call "
-    "offload.disable(model), and then offload.enable(model) to swap here too; or start the process with "
-    "multiprocessing"
+    "DriverError: offload: fork() does not copy the engine's threads: in this process call offload.disable(model), and "
+    "then offload.enable(model) to swap here too (with moved parameters, call offload.disable(model) before the fork); "
+    "or start the process with multiprocessing"
 )
 CHILD = """
 import os, torch, offload
