@@ -18,7 +18,8 @@ __all__ = ["FreedGradient", "StepInBackwardError"]
 
 _READ = (
     "this gradient was used in backward and is gone (step_in_backward=True): clipping by the norm of all gradients, a "
-    "GradScaler and anything else that uses gradients before optimizer.step() need step_in_backward=False"
+    "GradScaler and anything else that uses gradients before optimizer.step() need step_in_backward=False, except for "
+    "hooks of gradients that are registered before offload.enable"
 )
 _ADDED_TO = (
     "a backward pass adds to a gradient that was used in backward and is gone (step_in_backward=True): call "
@@ -29,6 +30,7 @@ _ZEROED = (
     "zero_grad(set_to_none=False) keeps gradients as zeros, but with step_in_backward=True they are already freed: "
     "call zero_grad()"
 )
+_ADDITIONS = (torch.ops.aten.add_.Tensor, torch.ops.aten.add.Tensor)
 
 
 class StepInBackwardError(RuntimeError):
@@ -82,7 +84,8 @@ class FreedGradient(Tensor):
             return moved
         if func is torch.ops.aten.zero_.default or func is torch.ops.aten._foreach_zero_.default:
             raise StepInBackwardError(_ZEROED)
-        raise StepInBackwardError(_ADDED_TO if current_node() is not None else _READ)
+        is_addition = func in _ADDITIONS and current_node() is not None  # otherwise a hook may be running
+        raise StepInBackwardError(_ADDED_TO if is_addition else _READ)
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"FreedGradient(shape={list(self.shape)})"

@@ -217,6 +217,18 @@ def test_disabled_between_backward_and_step(asked, tmp_path, caplog):
     assert all(type(p.grad) is torch.Tensor for p in model.parameters())
 
 
+@BOTH
+def test_a_hook_that_reads_a_gradient(asked, tmp_path):
+    """Before the update of its parameter it can be read, after it no more."""
+    on = On(True, tmp_path, **asked)
+    model, _ = prepared(on)
+    parameter = next(model.parameters())
+    parameter.register_post_accumulate_grad_hook(lambda each: each.grad.norm())
+    with pytest.raises(offload.StepInBackwardError, match="this gradient was used in backward and is gone"):
+        loss_of(model, 2).backward()
+    on.off()
+
+
 def steps(model, optimizer, on):
     optimizer.step()
 
