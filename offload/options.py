@@ -199,13 +199,13 @@ def check_optimizers(
     if not isinstance(step_in_backward, bool):
         raise ValueError(f"step_in_backward takes True or False, not {step_in_backward!r}")
     check_optimizer_state(optimizer_state)
-    if optimizer is None:
+    given = tuple(optimizer) if isinstance(optimizer, list | tuple) else (optimizer,) if optimizer is not None else ()
+    if not given:
         if optimizer_state is True:
             raise ValueError("optimizer_state=True needs the optimizer: add optimizer=optimizer")
         if step_in_backward:
             raise ValueError("step_in_backward=True needs the optimizer: add optimizer=optimizer")
         return ()
-    given = tuple(optimizer) if isinstance(optimizer, list | tuple) else (optimizer,)
     own = {id(parameter) for parameter in model.parameters()}
     if len({id(each) for each in given}) < len(given):
         raise ValueError("optimizer lists the same optimizer twice: list each once")

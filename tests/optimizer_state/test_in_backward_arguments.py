@@ -53,6 +53,8 @@ def test_arguments_that_are_refused(tmp_path):
     optimizer, other = AdamW(model.parameters()), AdamW(model[0].parameters())
     for given, said in (
         ({}, "needs the optimizer"),
+        ({"optimizer": []}, "step_in_backward=True needs the optimizer"),
+        ({"optimizer": (), "optimizer_state": True}, "optimizer_state=True needs the optimizer"),
         ({"optimizer": [optimizer, other]}, "parameter 0.weight is in two optimizers"),
         ({"optimizer": optimizer, "step_in_backward": "yes"}, "takes True or False"),
     ):
