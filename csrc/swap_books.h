@@ -43,6 +43,12 @@ struct Target {
 };
 
 struct Books {
+  Books() = default;
+  Books(const Books&) = delete;
+  Books& operator=(const Books&) = delete;
+  // Waits for the copies that use the sources and targets. The engine and all its SwappedStorages have been freed.
+  ~Books();
+
   std::shared_ptr<SwapStore> store;
   std::shared_ptr<Gauge> resident;   // bytes of swapped storages that are on the device
   std::shared_ptr<Gauge> unswapped;  // bytes of all swapped storages, as if they had been kept
