@@ -392,9 +392,8 @@ def _session_on(
     on_recorded: Callable[[StepOrder], None],
 ) -> DeviceSession:
     link, listener = partial(measure_link, device, options), registry.profile_listener()
-    made = DeviceSession(
-        model, device, options, engine, link, on_recorded, make_trial, listener, oom.tell_at, LIMITS, states
-    )
+    told = partial(oom.tell_at, states, parameters)
+    made = DeviceSession(model, device, options, engine, link, on_recorded, make_trial, listener, told, LIMITS, states)
     if parameters is not None and made.held is not None:
         made.held.count_parameters(parameters.bytes_in_memory_max, parameters.bytes_copied_max)
     return made

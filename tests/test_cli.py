@@ -129,6 +129,20 @@ def test_run_of_a_script_that_is_not_executable_says_how(tmp_path: Path, capsys:
     assert f"offload run -- python {script}" in capsys.readouterr().err
 
 
+def test_run_of_what_the_system_refuses_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("print()", encoding="utf-8")
+    script.chmod(0o755)  # without a line that names the interpreter
+    assert cli.main(["run", "--no-preload", "--", str(script)]) == 126
+    assert f"offload run -- python {script}" in capsys.readouterr().err
+    assert cli.main(["run", "--no-preload", "--", str(script / "train.py")]) == 127
+    assert "no such command" in capsys.readouterr().err
+    assert cli.main(["run", "--no-preload", "--", ""]) == 2
+    assert "no command" in capsys.readouterr().err
+    assert cli.main(["run", "--no-preload", "--", "true", "x" * (1 << 20)]) == 126
+    assert "true: Argument list too long" in capsys.readouterr().err
+
+
 def shell(line: str, **environment: str) -> subprocess.CompletedProcess[str]:
     run = ["bash", "-c", line.replace("offload", f"{sys.executable} -m offload")]
     return subprocess.run(

@@ -141,6 +141,43 @@ def test_the_line_to_type(
     assert any("halve the batch" in each for each in lines)
 
 
+@pytest.mark.parametrize(
+    ("asked", "line"),
+    [
+        ({"optimizer_state": True, "gradients": True}, "optimizer_state=True, gradients=True, optimizer=optimizer"),
+        (
+            {"step_in_backward": True, "parameters": "all"},
+            'step_in_backward=True, parameters="all", optimizer=optimizer',
+        ),
+        ({"parameters": "frozen"}, 'parameters="frozen"'),
+    ],
+)
+def test_the_line_to_type_moves_what_is_moved_now(asked: dict[str, Any], line: str) -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64).requires_grad_(False))
+    own = {} if "frozen" in asked.values() else {"optimizer": torch.optim.Adam(model[0].parameters())}
+    with offload.enable(model, n_tensors=0, min_tensor_bytes=1024, **own, **asked) as handle:
+        with pytest.raises(torch.OutOfMemoryError) as failed, handle.explain_oom():
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        assert f"offload.enable(model, n_tensors=-1, lb=1, min_tensor_bytes=1024, {line})" in notes_of(failed.value)
+
+
+def test_a_step_without_hooks_does_not_count_what_is_saved() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+    with offload.enable(model) as handle:
+        while not handle.report().bare_steps:
+            model(torch.ones(4, 8)).sum().backward()
+        model(torch.ones(4, 8)).sum()
+        with pytest.raises(torch.OutOfMemoryError) as failed, handle.explain_oom():
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+    told = notes_of(failed.value)
+    assert "the plan swaps nothing, so this step runs without hooks" in told
+    assert "offload.enable(model, n_tensors=-1, lb=1)\n      swaps what it can" in told
+
+
+def notes_of(error: BaseException) -> str:
+    return "\n".join(getattr(error, "__notes__", [])) or str(error.offload_explanation)  # type: ignore[attr-defined]
+
+
 def test_fragments_and_other_processes_have_remedies(handle: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     memory = gpu_memory(used_bytes=17 * GIB, processes=(Process(77, "other", 2 * GIB, can_be_ended=True),))
     found = explained(handle, memory, {}, monkeypatch)

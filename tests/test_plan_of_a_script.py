@@ -1,9 +1,13 @@
 """`offload plan script.py`: the script's first steps are profiled, and a plan is printed for them."""
 
 import json
+from contextlib import redirect_stdout
+from io import StringIO
 
 import pytest
 from forked_python import run_python
+
+from offload.cli.script import run_script
 
 SCRIPT = """
 import sys, torch, offload
@@ -37,6 +41,15 @@ def test_plan_of_a_script(tmp_path, steps):
         assert row["peak_bytes"] <= about["options"][0]["peak_bytes"]
     assert about["options"][0]["disk_bytes"] == 0
     assert about["options"][-1]["disk_bytes"] > 0
+
+
+def test_a_script_finds_itself_after_it_has_changed_the_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("import os, sys\nos.chdir('/')\nprint(open(__file__).read(), sys.argv)")
+    with redirect_stdout(StringIO()) as shown:
+        run_script("train.py", ["--epochs"], quiet=False)
+    assert "os.chdir('/')" in shown.getvalue()
+    assert "['train.py', '--epochs']" in shown.getvalue()
 
 
 WITH_RECIPES = """

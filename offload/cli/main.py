@@ -6,6 +6,7 @@ The module of each command is imported with its parser; torch is imported only w
 from __future__ import annotations
 
 import argparse
+import errno
 import itertools
 import os
 import sys
@@ -161,7 +162,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _run(command: list[str], malloc: str, *, preload: bool) -> int:
     """Replace this process by `command`, with a malloc that reuses freed memory. Return only if that fails."""
-    if not command:
+    if not command or not command[0]:
         return _refuse("no command; write: offload run -- python train.py", 2)
     environment = allocator.preload_environment(name=malloc) if preload else dict(os.environ)
     if malloc not in environment.get("LD_PRELOAD", ""):
@@ -177,10 +178,12 @@ def _run(command: list[str], malloc: str, *, preload: bool) -> int:
             stream.flush()
     try:
         os.execvpe(command[0], command, environment)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return _refuse(f"{command[0]}: no such command; check its name, or write its path", 127)
-    except PermissionError:
-        return _refuse(f"{command[0]}: not executable; write: offload run -- python {command[0]}", 126)
+    except OSError as error:
+        if error.errno in (errno.EACCES, errno.ENOEXEC):
+            return _refuse(f"{command[0]}: not executable; write: offload run -- python {command[0]}", 126)
+        return _refuse(f"{command[0]}: {error.strerror}", 126)
 
 
 def _refuse(problem: str, status: int) -> int:

@@ -95,11 +95,12 @@ def run_script(path: str, words: Sequence[str], *, quiet: bool) -> None:
     """
     before = sys.argv, sys.path[0]
     sys.argv, sys.path[0] = [path, *words], str(Path(path).resolve().parent)
+    file = str(Path(path).absolute())  # the script may change the folder and use `__file__` afterwards
     try:
         with redirect_stdout(sys.stderr) if quiet else nullcontext():
-            runpy.run_path(path, run_name="__main__")
+            runpy.run_path(file, run_name="__main__")
     except BaseException:
-        sys.excepthook = partial(_show_from, path, sys.excepthook)
+        sys.excepthook = partial(_show_from, file, sys.excepthook)
         raise
     finally:
         sys.argv, sys.path[0] = before

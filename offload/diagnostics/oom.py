@@ -23,7 +23,9 @@ from offload.control.running_step import RunningStep
 from offload.devices.device import device_of
 from offload.devices.memory import DeviceMemory, Process, last_out_of_memory, memory_of
 from offload.diagnostics.html import oom as oom_page
+from offload.optimizer_state.movers import StateMovers
 from offload.options import Options
+from offload.parameters.mover import ParameterMover
 from offload.plan import Plan
 from offload.runtime.counters import Count
 from offload.runtime.engine import Engine
@@ -61,6 +63,10 @@ class Subject:
         The plan that the step follows, and the node that it has reached; None if it follows no plan.
     keeps_all
         Whether the step is a reference step that keeps every tensor.
+    moving
+        The arguments of `enable` by which optimizer state, gradients and parameters move.
+    is_bare
+        Whether the step runs without hooks, because its plan swaps nothing: then saved tensors are not counted.
     """
 
     model: nn.Module | None
@@ -71,6 +77,8 @@ class Subject:
     dropped: Count = field(default_factory=Count)
     running: tuple[Plan, int] | None = None
     keeps_all: bool = False
+    moving: Mapping[str, object] = field(default_factory=dict)
+    is_bare: bool = False
 
 
 @dataclass(frozen=True)
@@ -149,11 +157,20 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(words in str(error).lower() for words in _WORDS)
 
 
-def tell_at(error: BaseException, at: DeviceSession, path: str | os.PathLike[str] | None) -> None:
-    """Call `tell` for the tensors of a session on one device."""
+def tell_at(
+    states: StateMovers,
+    parameters: ParameterMover | None,
+    error: BaseException,
+    at: DeviceSession,
+    path: str | os.PathLike[str] | None,
+) -> None:
+    """Call `tell` for the tensors of a session on one device, which moves these states and parameters."""
     running = at.controller.running if isinstance(at.controller, PlanController) else RunningStep()
-    about = (*at.counts.in_step(), at.counts.dropped_in_step(), running.place(), running.keeps_all)
-    tell(error, Subject(at.model, at.engine, at.options, *about), path)
+    swapped, kept = at.counts.in_step()
+    about = (swapped, kept, at.counts.dropped_in_step(), running.place(), running.keeps_all)
+    is_bare = at.counts.bare_steps > 0 and not (swapped.tensors or any(count.tensors for count in kept.values()))
+    moving = {**states.arguments(), **({"parameters": parameters.counts.which} if parameters is not None else {})}
+    tell(error, Subject(at.model, at.engine, at.options, *about, moving, is_bare), path)
 
 
 def tell(error: BaseException, subject: Subject, path: str | os.PathLike[str] | None = None) -> None:
@@ -209,7 +226,7 @@ def explain(error: BaseException, subject: Subject) -> Explanation:
         kept=kept,
         resident_bytes=leaving,
         in_flight_bytes=engine.in_flight_bytes,
-        verdict=_verdict(memory, movable, leaving, is_saved=bool(kept) or bool(leaving)),
+        verdict=_verdict(memory, movable, leaving, is_saved=bool(kept) or bool(leaving), is_bare=subject.is_bare),
         remedies=tuple(_remedies(memory, kept, subject)),
         dropped=subject.dropped,
         running=subject.running,
@@ -259,10 +276,10 @@ def _movable_bytes(kept: Mapping[str, Count]) -> int:
 
 
 def _words(count: Count) -> str:
-    return f"{format_bytes(count.nbytes)} in {count.tensors} tensors"
+    return f"{format_bytes(count.nbytes)} in {count.tensors} tensor{'s' * (count.tensors != 1)}"
 
 
-def _verdict(memory: DeviceMemory, movable: int, leaving: int, *, is_saved: bool) -> str:
+def _verdict(memory: DeviceMemory, movable: int, leaving: int, *, is_saved: bool, is_bare: bool) -> str:
     short = memory.short_bytes
     rest = max(memory.used_bytes - movable - leaving, 0)
     others = f"{format_bytes(rest)} are parameters, gradients, optimizer state, temporaries and other data"
@@ -270,6 +287,12 @@ def _verdict(memory: DeviceMemory, movable: int, leaving: int, *, is_saved: bool
         return (
             f"Nothing can make this fit: one tensor of {format_bytes(memory.asked_bytes)} was asked for, and there are "
             f"{format_bytes(memory.total_bytes)} in all. Use a smaller batch, or a smaller layer."
+        )
+    if is_bare:
+        return (
+            "Offloading may lower this peak: the plan swaps nothing, so this step runs without hooks, and tensors that "
+            f"autograd saves are not counted; the {format_bytes(rest)} in use are parameters, gradients, optimizer "
+            "state, saved tensors, temporaries and other data."
         )
     if not is_saved:
         return f"Offloading cannot lower this peak: nothing saved for backward is on the device now; {others}."
@@ -284,11 +307,11 @@ def _verdict(memory: DeviceMemory, movable: int, leaving: int, *, is_saved: bool
 
 
 def _remedies(memory: DeviceMemory, kept: Mapping[str, Count], subject: Subject) -> list[Remedy]:
-    found, options, engine = [], subject.options, subject.engine
+    found = []
     if subject.keeps_all:
         why = "this step was a reference step: it kept every tensor, to show how long a step takes without swapping"
         found.append(Remedy("give memory_limit with max_slowdown: then reference steps stay within the limit", why))
-    call = _enable_line(memory, kept, options, engine)
+    call = _enable_line(memory, kept, subject)
     if call is not None:
         found.append(call)
     unused = memory.reserved_bytes - memory.used_bytes
@@ -323,8 +346,9 @@ def _processes_to_end(memory: DeviceMemory) -> list[Process]:
     return ending
 
 
-def _enable_line(memory: DeviceMemory, kept: Mapping[str, Count], options: Options, engine: Engine) -> Remedy | None:
+def _enable_line(memory: DeviceMemory, kept: Mapping[str, Count], subject: Subject) -> Remedy | None:
     """Return the call of `offload.enable` that swaps more than the current one; None if there is none."""
+    options, engine = subject.options, subject.engine
 
     def stayed(*reasons: str) -> int:
         return sum(kept[reason].nbytes for reason in reasons if reason in kept)
@@ -333,9 +357,11 @@ def _enable_line(memory: DeviceMemory, kept: Mapping[str, Count], options: Optio
     unchosen = _movable_bytes(kept) - small - excluded - unhoused
     back_early = options.lookahead_nodes != 1 and engine.resident.now > engine.in_flight_bytes
     small = small if options.min_tensor_bytes > _SMALL_BYTES else 0
-    if not (options.n_tensors == 0 or unchosen or back_early or small >= _MIN_TENSOR_BYTES or excluded or unhoused):
+    is_uncounted = options.n_tensors == 0 or subject.is_bare
+    if not (is_uncounted or unchosen or back_early or small >= _MIN_TENSOR_BYTES or excluded or unhoused):
         return None
-    limit = _limit_to_plan(memory, options) if options.n_tensors is None and unchosen else None
+    is_planned = options.n_tensors is None and (unchosen or subject.is_bare)
+    limit = _limit_to_plan(memory, options) if is_planned else None
     arguments: dict[str, object] = {"memory_limit": limit} if limit else {"n_tensors": -1, "lb": 1}
     if limit and options.recompute != "auto":
         arguments["recompute"] = options.recompute or False
@@ -349,9 +375,12 @@ def _enable_line(memory: DeviceMemory, kept: Mapping[str, Count], options: Optio
         arguments["host_limit"] = f"{-(-(options.host_limit + unhoused) >> 30)}GiB"
     if options.spill_dir and device_of(engine.device).is_accelerator:
         arguments["spill_dir"] = options.spill_dir
+    arguments |= subject.moving
     words = ", ".join(f"{name}={value!r}" for name, value in arguments.items()).replace("'", '"')
+    if subject.moving.keys() - {"parameters"}:
+        words += ", optimizer=optimizer"
     moved = unchosen + small + excluded + unhoused
-    why = "swaps what it can" if options.n_tensors == 0 else "prefetches later, to have fewer tensors on the device"
+    why = "swaps what it can" if is_uncounted else "prefetches later, to have fewer tensors on the device"
     why = f"swaps up to {format_bytes(moved)} more" if moved else why
     why = "plans the fastest step within this limit, or raises an error if there is none" if limit else why
     return Remedy(f"offload.enable(model, {words})", why + "; the step takes longer")

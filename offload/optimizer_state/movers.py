@@ -235,6 +235,15 @@ class StateMovers:
         known = min(self.updates, _KNOWN_AFTER), self.passes.optimizers, self.steps_whole
         return *known, len(self._movers), len(self._steppers), len(self.gradient_counts), self._moved
 
+    def arguments(self) -> dict[str, object]:
+        """Return the arguments of `enable`, without the optimizers, that move what is moved now."""
+        moving = {
+            "optimizer_state": self.counts,
+            "gradients": self.gradient_counts,
+            "step_in_backward": self.steps_in_backward,
+        }
+        return {name: True for name, moves in moving.items() if moves}
+
     @property
     def steps_whole(self) -> bool:
         """Whether all state of an optimizer was in memory during its latest step."""
