@@ -179,6 +179,14 @@ def test_a_folder_that_is_missing_is_refused_before_a_script_runs(command: str, 
     assert "page.html: its folder does not exist" in done.stderr
 
 
+@pytest.mark.parametrize("command", ["plan train.py --plot", "fit train.py --plot", "demo --html"])
+def test_a_page_that_is_a_folder_is_refused_before_anything_runs(command: str, tmp_path: Path) -> None:
+    name, *words = command.split()
+    done = offload(name, words[-1], str(tmp_path), *words[:-1])
+    assert done.returncode == 2
+    assert f"{tmp_path}: this is a folder; name a file in it" in done.stderr
+
+
 def test_a_page_is_written_where_the_command_was_typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The script may change the folder before the page is written."""
     monkeypatch.chdir(tmp_path)

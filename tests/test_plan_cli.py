@@ -294,7 +294,8 @@ with offload.enable(model, min_tensor_bytes="4KiB", max_slowdown=1.0) as handle:
         (["--max-slowdown", "-1"], "--max-slowdown: is a fraction of the step time of at least 0"),
         (["--max-slowdown", "5%"], "such as 0.05, not '5%'"),
         (["--max-slowdown", "5"], "write 0.05 for 5 %, or 5.0 for 500 %"),
-        (["--lb", "some"], "write a number of nodes, or auto"),
+        (["--lb", "some"], "write a number of nodes of at least 1, or auto"),
+        (["--lb", "0"], "write a number of nodes of at least 1, or auto"),
     ],
 )
 def test_values_that_are_not_understood(path, capsys, words, message):
@@ -373,8 +374,12 @@ def test_the_page_of_next_to_nothing(trace_of, tmp_path):
 
 
 def test_a_page_that_cannot_be_written_is_refused(path, tmp_path, capsys):
-    assert call(path, "--memory-limit", "1GiB", *LINK, "--plot", tmp_path) == 2
-    assert str(tmp_path) in capsys.readouterr().err
+    assert call(path, "--memory-limit", "1GiB", *LINK, "--plot", "/dev/full") == 2
+    assert "No space left on device" in capsys.readouterr().err
+    for page, why in ((tmp_path, "this is a folder"), (tmp_path / ("x" * 300), "File name too long")):
+        with pytest.raises(SystemExit):
+            call(path, "--memory-limit", "1GiB", *LINK, "--plot", page)
+        assert f"{page}: {why}" in capsys.readouterr().err
 
 
 def test_the_shows_on_a_recorded_trace(capsys):

@@ -195,6 +195,13 @@ def test_an_interval_that_is_no_time_is_refused(words: str) -> None:
     assert "--interval: write a positive number" in done.stderr
 
 
+@pytest.mark.parametrize("words", one_in(3, ["nan", "inf", "-1"]))
+def test_a_wait_that_is_no_time_is_refused(words: str) -> None:
+    done = top(os.getpid(), "--wait", words)
+    assert done.returncode == 2
+    assert "--wait: write a number of seconds of at least 0" in done.stderr
+
+
 def test_the_peak_is_at_least_what_is_in_memory_now(monkeypatch: pytest.MonkeyPatch) -> None:
     """The system's figure is some pages late."""
     monkeypatch.setattr("offload.devices.cpu.resource.getrusage", lambda _: SimpleNamespace(ru_maxrss=1))

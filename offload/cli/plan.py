@@ -324,7 +324,6 @@ def _slowdown(text: str, name: str) -> float:
 def _lead(text: str) -> int | Literal["auto"]:
     if text == "auto":
         return "auto"
-    try:
-        return int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not understood; write a number of nodes, or auto") from None
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not understood; write a number of nodes of at least 1, or auto")
+    return int(text)

@@ -32,9 +32,11 @@ def print_options(plans: Sequence[tuple[str, Plan]], host_bytes_max: int | None 
         for row, (_, plan) in zip(rows, plans, strict=True):
             row.insert(6, format_bytes(_recomputed_bytes(plan)))
     if host_bytes_max is not None:
-        head[4:5] = ["in host memory", "on disk"]
-        for row, (_, plan) in zip(rows, plans, strict=True):
-            row[4:5] = [format_bytes(nbytes) for nbytes in _tiers(plan, host_bytes_max)]
+        tiers = [_tiers(plan, host_bytes_max) for _, plan in plans]
+        first = 0 if any(in_memory for in_memory, _ in tiers) else 1  # on the CPU, nothing is swapped to memory
+        head[4:5] = ["in host memory", "on disk"][first:]
+        for row, nbytes in zip(rows, tiers, strict=True):
+            row[4:5] = [format_bytes(each) for each in nbytes[first:]]
     _print_table(head, rows)
 
 
@@ -68,9 +70,9 @@ def print_plan(plan: Plan, title: str) -> None:
     title : str
         Name of the plan's row.
     """
-    link = plan.link
+    link, tensors = plan.link, len(plan.trace.tensors)
     print(
-        f"{len(plan.trace.nodes)} nodes, {len(plan.trace.tensors)} tensors saved for backward; link "
+        f"{len(plan.trace.nodes)} nodes, {tensors} tensor{'s' * (tensors != 1)} saved for backward; link "
         f"{format_bandwidth(link.out_bandwidth)} out, {format_bandwidth(link.in_bandwidth)} in\n"
     )
     print_options([("unswapped", make_plan(plan.trace, link, ())), (title, plan)])

@@ -28,14 +28,17 @@ def page_path(text: str) -> Path:
     Raises
     ------
     argparse.ArgumentTypeError
-        Its folder does not exist.
+        Its folder does not exist, or it is a folder itself.
     """
     try:
         path = Path(text).absolute()  # the script may change the folder
-    except FileNotFoundError as error:  # the present folder has been deleted
-        raise argparse.ArgumentTypeError(f"{text}: {error}") from None
+        is_folder = path.is_dir()
+    except OSError as error:  # the present folder has been deleted, or the name is too long
+        raise argparse.ArgumentTypeError(f"{text}: {error.strerror}") from None
     if not path.parent.is_dir():
         raise argparse.ArgumentTypeError(f"{text}: its folder does not exist; create it or name another")
+    if is_folder:
+        raise argparse.ArgumentTypeError(f"{text}: this is a folder; name a file in it")
     return path
 
 

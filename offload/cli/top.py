@@ -56,6 +56,8 @@ def run(args: argparse.Namespace) -> int:
         return _refuse(f"no process {args.pid} of yours; find it with: pgrep -af python")
     if not 0 < args.interval < math.inf:
         return _refuse("--interval: write a positive number of seconds, such as 1")
+    if not 0 <= args.wait < math.inf:
+        return _refuse("--wait: write a number of seconds of at least 0, such as 30")
     try:
         with _looking(args.pid) as places:
             if not places:

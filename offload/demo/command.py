@@ -256,6 +256,8 @@ def _check(args: argparse.Namespace) -> None:
         raise ValueError(f"--steps {args.steps}: the first step is not timed; give 2 or more")
     if not args.html.absolute().parent.is_dir():
         raise ValueError(f"--html {args.html}: its folder does not exist; create it or name another")
+    if args.html.is_dir():
+        raise ValueError(f"--html {args.html}: this is a folder; name a file in it")
 
 
 def _contestants(args: argparse.Namespace) -> list[str]:

@@ -179,9 +179,10 @@ class Plan:
         """
         lines = [self.summary(), *(self.state.explain() if self.state is not None else ())]
         if not self.swaps and not self.recomputes:
-            reason = "every tensor stays in device memory"
-            if self.unswapped_peak_bytes <= self.limit_bytes:
-                reason = f"the step fits as it is: {format_bytes(self.unswapped_peak_bytes)} at its peak"
+            # Without a limit, `limit_bytes` is the plan's own peak.
+            fits = self.unswapped_peak_bytes < self.limit_bytes
+            reason = "the step fits as it is" if fits else "every tensor stays in device memory"
+            reason += f": {format_bytes(self.unswapped_peak_bytes)} at its peak"
             return "\n".join([*lines, f"{_NO_SWAPS}: {reason}"])
         if self.swaps:
             lines.append(self.slow_link())

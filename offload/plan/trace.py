@@ -211,6 +211,9 @@ class Trace:
             if tensor.recompute is not None:
                 _check_recompute(tensor.recompute, f"tensors[{i}].recompute", tensor.id, index_of)
         self._check_order(index_of)
+        nbytes = max(self.base_bytes, default=0) + sum(tensor.bytes for tensor in self.tensors)
+        if nbytes >= 2**63 or not math.isfinite(sum(node.seconds for node in self.nodes)):
+            raise ValueError("nodes, tensors: bytes add up to 2^63 or more, or seconds to infinity; write less")
 
     def _check_order(self, index_of: Mapping[int, int]) -> None:
         """Raise an error if tensors would be recomputed from one another."""
@@ -241,7 +244,9 @@ class Trace:
         text = Path(path).read_bytes()
         try:
             return cls.from_dict(json.loads(text))
-        except (ValueError, RecursionError) as error:  # JSONDecodeError and UnicodeDecodeError are ValueErrors
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            raise ValueError(f"{path} is neither a trace (JSON) nor a script (*.py): {error}") from error
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{path}: {error}") from error
 
     def save(self, path: str | Path) -> None:

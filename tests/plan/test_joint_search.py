@@ -85,7 +85,7 @@ def test_nothing_is_dropped_where_swapping_hides_everything():
 
 def test_nothing_is_dropped_where_the_step_fits():
     trace = hidden_or_not()
-    plan = fastest_plan(trace, Link(1.0, 1.0), max(unswapped_bytes(trace)))
+    plan = fastest_plan(trace, Link(1.0, 1.0), max(unswapped_bytes(trace)) + 1)
     assert (plan.swaps, plan.recomputes) == ((), ())
     assert "nothing is swapped or recomputed: the step fits as it is" in plan.explain()
 

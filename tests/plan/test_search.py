@@ -150,11 +150,15 @@ def test_a_tensor_larger_than_the_limit_is_infeasible():
     assert fastest_plan(one_tensor(size=100), Link(1.0, 1.0), 105).peak_bytes == 105
 
 
-def test_a_step_that_fits_is_left_alone():
-    plan = fastest_plan(one_tensor(), Link(10.0, 10.0), 22)
+@pytest.mark.parametrize(
+    ("limit", "why"), [(22, "every tensor stays in device memory"), (23, "the step fits as it is")]
+)
+def test_a_step_that_fits_is_left_alone(limit, why):
+    """Without a limit, a plan has its own peak as the limit: then it is not said that the step fits."""
+    plan = fastest_plan(one_tensor(), Link(10.0, 10.0), limit)
     assert plan.swaps == ()
     assert plan.step_seconds == plan.compute_seconds == plan.bound_seconds
-    assert "nothing is swapped or recomputed: the step fits as it is" in plan.explain()
+    assert f"nothing is swapped or recomputed: {why}: 22 B at its peak" in plan.explain()
 
 
 @pytest.mark.parametrize("limit", [0, -1])
