@@ -7,8 +7,10 @@ import io
 import json
 import mmap
 import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -387,3 +389,34 @@ def test_without_a_number_the_offloaded_run_decides_how_many_steps_all_runs_have
     results = demo._train_all(parser.parse_args(options))
     assert found == runs
     assert results[0]["name"] == "plain"
+
+
+def is_training(pid: str) -> bool:
+    try:
+        return b"--worker" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:  # it has ended
+        return False
+
+
+def test_sigterm_ends_the_training_too(tmp_path: Path) -> None:
+    sizes = ["--layers", "2", "--width", "64", "--heads", "2", "--batch", "4", "--length", "256", "--steps", "100000"]
+    command = [
+        sys.executable,
+        "-m",
+        "offload",
+        "demo",
+        "--device",
+        "cpu",
+        "--html",
+        str(tmp_path / "page.html"),
+        *sizes,
+    ]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, start_new_session=True) as run:
+        assert run.stderr is not None
+        run.stderr.read(1)  # the progress of the first run
+        children = Path(f"/proc/{run.pid}/task/{run.pid}/children")
+        while not (started := [each for each in children.read_text().split() if is_training(each)]):
+            time.sleep(0.05)
+        run.terminate()
+        assert run.wait(60) == 128 + signal.SIGTERM
+    assert not any(Path(f"/proc/{child}").exists() for child in started)

@@ -9,6 +9,7 @@ import argparse
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -114,7 +115,8 @@ def run(args: argparse.Namespace) -> int:
     try:
         _check(args)
         args.device = _resolve_device(args.device)
-        results = _train_all(args)
+        with _ended_by_sigterm():
+            results = _train_all(args)
     except (ValueError, OSError, RuntimeError) as error:
         print(f"offload demo: {error}", file=sys.stderr)
         return 2
@@ -355,6 +357,16 @@ def _train_apart(name: str, args: argparse.Namespace) -> dict[str, Any]:
             tail = "\n".join(complaints.read().strip().splitlines()[-20:])
             raise RuntimeError(f"the {name} run ended with exit status {child.returncode}:\n{tail}")
     return result
+
+
+@contextlib.contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """Let SIGTERM raise SystemExit, which ends the training process too."""
+    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @contextlib.contextmanager
