@@ -150,9 +150,15 @@ def shell(line: str, **environment: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize("words", ["fit --help", "doctor"])
-def test_what_the_terminal_cannot_show_is_replaced(words: str) -> None:
-    shown = shell(f"offload {words}", PYTHONIOENCODING="latin-1")
+LATIN_1 = {"PYTHONIOENCODING": "latin-1"}
+C_LOCALE = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+
+
+@pytest.mark.parametrize(
+    ("words", "environment"), [("fit --help", LATIN_1), ("doctor", LATIN_1), ("plan -h", C_LOCALE)]
+)
+def test_what_the_terminal_cannot_show_is_replaced(words: str, environment: dict[str, str]) -> None:
+    shown = shell(f"offload {words}", **environment)
     assert (shown.returncode, shown.stderr) == (0, "")
     assert "?" in shown.stdout
 

@@ -33,8 +33,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     int
         The exit status.
     """
-    if isinstance(sys.stdout, TextIOWrapper) and sys.stdout.errors == "strict":
-        sys.stdout.reconfigure(errors="replace")  # such as arrows in Latin-1
+    if isinstance(sys.stdout, TextIOWrapper) and sys.stdout.errors in ("strict", "surrogateescape"):
+        sys.stdout.reconfigure(errors="replace")  # such as arrows in Latin-1; in the C locale it is the second of them
     words = list(sys.argv[1:] if argv is None else argv)
     command: list[str] = []
     if words[:1] == ["run"]:  # the words after its own options are the command to run

@@ -103,7 +103,7 @@ def explained(
     reasons: list[Reason] = []
     for reason in error.reasons:
         reasons += _parts(reason, planned, optimizer_bytes)
-    reasons.sort(key=lambda reason: -reason.bytes)
+    reasons = sorted((reason for reason in reasons if reason.bytes), key=lambda reason: -reason.bytes)
     gradients, is_in_update = _gradients_at_peak(error, planned)
     found = [
         *_knobs(options, counts, movable_bytes, least_bytes),
