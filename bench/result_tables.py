@@ -324,10 +324,10 @@ def above_plain(rows: Sequence[Mapping[str, Any]]) -> str:
     counts = [(row.get("allocated_bytes"), row.get("plain_allocated_bytes")) for row in above]
     own = [one - other for one, other in counts if one is not None and other is not None]
     if not own:
-        return f"{said} A part of it is free memory that malloc keeps."
+        return f"{said} Malloc may keep free memory from the search."
     return (
-        f"{said} By malloc's count, at most {format_bytes(max(0, *own))} more than with plain was allocated there after"
-        " the last step; the rest is free memory that malloc keeps."
+        f"{said} By malloc's count, at most {format_bytes(max(0, *own))} more than with plain was allocated after the "
+        f"last step ({len(own)} of these rows counted); malloc may keep free memory from the search."
     )
 
 

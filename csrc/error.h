@@ -27,7 +27,8 @@ class PoolExhausted : public std::runtime_error {
   const size_t max_bytes;
 };
 
-// A driver entry point failed, is missing, or was called from the wrong process. Code 0: the driver itself returned none.
+// A driver entry point failed, is missing, or was called from the wrong process. Code 0: offload raised it, not the
+// driver.
 class DriverError : public std::runtime_error {
  public:
   DriverError(const std::string& entry_point, int result, const std::string& detail)

@@ -42,20 +42,21 @@ bool release_source(Books& books, const CopyOutRef& copy_out) {
 }  // namespace
 
 Books::~Books() {
-  // Keeps the GIL, because a destructor cannot throw what taking it again may throw while the interpreter shuts down. No
-  // copy needs it. An error means that there is nothing to wait for, as in a forked child, which has no lanes.
+  // Keeps the GIL, because a destructor cannot throw what taking it again may throw while the interpreter shuts down.
+  // No lane takes the GIL. An error means that there is nothing to wait for, as in a forked child, which has no lanes.
   const auto wait = [](auto&& until_it_ends) {
     try {
       until_it_ends();
     } catch (const std::exception&) {
     }
   };
-  if (OFFLOAD_BROKEN("freed engines wait for their copies")) return;
-  for (const CopyOutRef& each : copies_out)
-    wait([&] {
-      if (!each->ticket->cancel()) each->ticket->wait_out(each->stream);
-    });
-  for (const auto& [ticket, target] : retired) wait([&ticket = ticket] { ticket->settle(); });
+  if (!OFFLOAD_BROKEN("freed engines wait for copy-outs"))
+    for (const CopyOutRef& each : copies_out)
+      wait([&] {
+        if (!each->ticket->cancel()) each->ticket->wait_out(each->stream);
+      });
+  if (!OFFLOAD_BROKEN("freed engines wait for copy-ins"))
+    for (const auto& [ticket, target] : retired) wait([&ticket = ticket] { ticket->settle(); });
 }
 
 bool current_stream(const Books& books, Stream* stream) {

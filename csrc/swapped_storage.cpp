@@ -310,7 +310,7 @@ PyObject* storage_views(PyObject* self, void*) { return PyLong_FromLongLong(swap
 PyObject* storage_is_swapped_out(PyObject* self, void*) { return PyBool_FromLong(is_swapped_out(swapped(self))); }
 
 // Frees the ticket and the memory without waiting. If a copy-out still reads the source, `collect` (swap_books.h)
-// releases the source later.
+// releases the source later, or `Books::~Books` if this is the last SwappedStorage of a freed engine.
 void free_storage(PyObject* self) {
   SwappedState& state = swapped(self);
   Books& books = *state.books;

@@ -199,7 +199,9 @@ def check_optimizers(
     if not isinstance(step_in_backward, bool):
         raise ValueError(f"step_in_backward takes True or False, not {step_in_backward!r}")
     check_optimizer_state(optimizer_state)
-    given = tuple(optimizer) if isinstance(optimizer, list | tuple) else (optimizer,) if optimizer is not None else ()
+    if optimizer is None:
+        optimizer = ()
+    given = tuple(optimizer) if isinstance(optimizer, list | tuple) else (optimizer,)
     if not given:
         if optimizer_state is True:
             raise ValueError("optimizer_state=True needs the optimizer: add optimizer=optimizer")

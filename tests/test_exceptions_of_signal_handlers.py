@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 import offload
+from offload import _core
 from offload.runtime.engine import Engine
 
 SITES = {
@@ -34,15 +35,18 @@ def test_a_time_limit_that_ends_a_copy_out_reaches_the_program(site, tmp_path, m
     expected = train(SITES[site], tmp_path)
     asked = []
 
-    def interrupted(self, *args, **kwargs):
-        asked.append(1)
-        raise raised
+    def fail_with(error):
+        def swap_out(self, *args, **kwargs):
+            asked.append(1)
+            raise error
 
-    monkeypatch.setattr(Engine, "swap_out", interrupted)
-    raised = TimeoutError("time is up")
+        monkeypatch.setattr(Engine, "swap_out", swap_out)
+
+    fail_with(TimeoutError("time is up"))
     with pytest.raises(TimeoutError, match="time is up"):
         train(SITES[site], tmp_path)
-    asked.clear()
-    raised = offload.PoolExhausted("full")
-    assert all(map(torch.equal, train(SITES[site], tmp_path), expected)), "what cannot leave stays"
-    assert asked
+    for error in (offload.PoolExhausted("full"), offload.SpillError(28, "full"), _core.PinningFailed("refused")):
+        fail_with(error)
+        asked.clear()
+        assert all(map(torch.equal, train(SITES[site], tmp_path), expected)), "what cannot leave stays"
+        assert asked

@@ -170,7 +170,7 @@ def test_a_step_without_hooks_does_not_count_what_is_saved() -> None:
         with pytest.raises(torch.OutOfMemoryError) as failed, handle.explain_oom():
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
     told = notes_of(failed.value)
-    assert "the plan swaps nothing, so this step runs without hooks" in told
+    assert "the plan swaps nothing, so the latest step ran without hooks" in told
     assert "offload.enable(model, n_tensors=-1, lb=1)\n      swaps what it can" in told
 
 

@@ -49,7 +49,7 @@ def test_a_script_finds_itself_after_it_has_changed_the_folder(tmp_path, monkeyp
     with redirect_stdout(StringIO()) as shown:
         run_script("train.py", ["--epochs"], quiet=False)
     assert "os.chdir('/')" in shown.getvalue()
-    assert "train.py', '--epochs']" in shown.getvalue()
+    assert f"['{tmp_path}/train.py', '--epochs']" in shown.getvalue()
 
 
 WITH_RECIPES = """

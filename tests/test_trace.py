@@ -189,19 +189,12 @@ def test_a_file_that_is_no_json_is_named(tmp_path, content):
         Trace.load(path)
 
 
-def test_a_script_without_its_ending_is_no_trace(tmp_path):
-    path = tmp_path / "train"
-    path.write_text("import torch")
-    with pytest.raises(ValueError, match=r"train is neither a trace \(JSON\) nor a script \(\*\.py\)"):
-        Trace.load(path)
-
-
 def test_sums_that_no_machine_can_hold_are_refused():
     node, tensor = Node("fc", 1e308, False), SavedTensor(0, 2**62, 0, 0, 0, 1, 1)
     huge = {"nodes": (node, node), "base_bytes": (0, 0), "tensors": ()}
     many = {"nodes": (Node("fc", 1.0, False),) * 2, "base_bytes": (0, 2**62), "tensors": (tensor,)}
-    for fields in (huge, many):
-        with pytest.raises(ValueError, match="bytes add up to 2\\^63 or more, or seconds to infinity"):
+    for fields, said in ((huge, "the seconds add up to infinity"), (many, r"with base_bytes, 2\^63 bytes or more")):
+        with pytest.raises(ValueError, match=said):
             Trace(**fields)
 
 

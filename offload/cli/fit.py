@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from offload.cli.script import exit_status, page_path, profile_script, run_script
+from offload.cli.script import exit_status, profile_script, run_script
+from offload.diagnostics.page_path import page_path
 from offload.plan import unswapped_bytes
 from offload.units import parse_bytes
 

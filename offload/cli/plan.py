@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from offload.cli.plan_tables import options_json, print_options, print_plan
-from offload.cli.script import page_path, profile_script
+from offload.cli.script import profile_script
+from offload.diagnostics.page_path import page_path
 from offload.plan import (
     InfeasibleLimitError,
     Link,
@@ -134,6 +135,8 @@ def run(args: argparse.Namespace) -> int:
         trace = Trace.load(args.trace)
         link = _link(args, trace.link)
     except (ValueError, OSError) as error:
+        if isinstance(error.__cause__, (json.JSONDecodeError, UnicodeDecodeError)):
+            error = ValueError(f"{args.trace} is neither a trace (JSON) nor a script (*.py): {error.__cause__}")
         return _refuse(error)
     return _show(args, trace, link)
 

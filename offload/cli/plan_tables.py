@@ -33,10 +33,12 @@ def print_options(plans: Sequence[tuple[str, Plan]], host_bytes_max: int | None 
             row.insert(6, format_bytes(_recomputed_bytes(plan)))
     if host_bytes_max is not None:
         tiers = [_tiers(plan, host_bytes_max) for _, plan in plans]
-        first = 0 if any(in_memory for in_memory, _ in tiers) else 1  # on the CPU, nothing is swapped to memory
-        head[4:5] = ["in host memory", "on disk"][first:]
-        for row, nbytes in zip(rows, tiers, strict=True):
-            row[4:5] = [format_bytes(each) for each in nbytes[first:]]
+        columns = zip(("in host memory", "on disk"), zip(*tiers, strict=True), strict=True)
+        used = [(name, nbytes) for name, nbytes in columns if any(nbytes)]  # if none is: "swapped out" stays, all 0
+        if used:
+            head[4:5] = [name for name, _ in used]
+            for number, row in enumerate(rows):
+                row[4:5] = [format_bytes(nbytes[number]) for _, nbytes in used]
     _print_table(head, rows)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import runpy
 import sys
 from collections.abc import Callable, Sequence
@@ -15,31 +14,11 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from offload.control.profile_listener import RecordedStep
 
-__all__ = ["exit_status", "page_path", "profile_script", "run_script"]
+__all__ = ["exit_status", "profile_script", "run_script"]
 
 _ExceptHook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
 _PROFILES_MAX = 8  # profiled steps before the trial step is over; after these, the trial step is not awaited
-
-
-def page_path(text: str) -> Path:
-    """Return the path of a page to be written, as argparse's `type`: a script's step takes long, and comes first.
-
-    Raises
-    ------
-    argparse.ArgumentTypeError
-        Its folder does not exist, or it is a folder itself.
-    """
-    try:
-        path = Path(text).absolute()  # the script may change the folder
-        is_folder = path.is_dir()
-    except OSError as error:  # the present folder has been deleted, or the name is too long
-        raise argparse.ArgumentTypeError(f"{text}: {error.strerror}") from None
-    if not path.parent.is_dir():
-        raise argparse.ArgumentTypeError(f"{text}: its folder does not exist; create it or name another")
-    if is_folder:
-        raise argparse.ArgumentTypeError(f"{text}: this is a folder; name a file in it")
-    return path
 
 
 def profile_script(
@@ -92,7 +71,7 @@ def profile_script(
 
 
 def run_script(path: str, words: Sequence[str], *, quiet: bool) -> None:
-    """Run a script as `python` does, with its arguments; see `profile_script`.
+    """Run a script as `python` does, with its arguments; see `profile_script`. Its `sys.argv[0]` is an absolute path.
 
     The traceback of an exception that ends the program begins with the script, as that of `python` does.
     """

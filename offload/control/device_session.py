@@ -89,6 +89,7 @@ class DeviceSession:
         self.controller: ManualController | PlanController
         self.held: HeldMemory | None = None
         self.state = ModelState(model)
+        self.is_bare = False  # whether the latest step runs without hooks, because its plan swaps nothing
         self._explain = explain
         self._states = states
         self._pid = os.getpid()

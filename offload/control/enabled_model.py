@@ -321,7 +321,8 @@ class EnabledModel:
         prefetches = isinstance(observer, ScheduleExecutor) and not observer.schedule.is_serial
         here.counts.attribute_misses(here.engine.misses, prefetches)
         current.attach(observer)
-        if type(current) is StepHooks and not here.controller.needs_hooks(signature):  # otherwise it is recorded
+        here.is_bare = type(current) is StepHooks and not here.controller.needs_hooks(signature)  # else it is recorded
+        if here.is_bare:
             hooks = current.hooks() if current.hooks is not None else None
             assert hooks is not None  # they are installed: the forward that begins runs under them
             hooks.remove()

@@ -35,7 +35,8 @@ class GradientKnob:
         How many of the bytes may be in memory because they are still being written. If all may be, the argument is
         not named.
 
-    Neither counts if the most memory is in use during the update, which has such bytes in memory too.
+    `ahead_bytes` and `writing_bytes` are ignored if the most memory is in use during the update, which has such bytes
+    in memory too.
     """
 
     text: str

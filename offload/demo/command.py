@@ -14,11 +14,11 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any, TextIO
 
 from offload.demo import page as demo_page
 from offload.devices import allocator
+from offload.diagnostics.page_path import page_path
 from offload.diagnostics.table import write_table
 
 Row = tuple[str, list[str]]
@@ -61,8 +61,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--html",
-        type=Path,
-        default=Path("offload-demo.html"),
+        type=page_path,
+        default="offload-demo.html",
         metavar="PATH",
         help="where to write the page (offload-demo.html)",
     )
@@ -256,10 +256,6 @@ def _agrees(key: str, first: dict[str, Any], other: dict[str, Any]) -> bool:
 def _check(args: argparse.Namespace) -> None:
     if args.steps is not None and args.steps < 2:
         raise ValueError(f"--steps {args.steps}: the first step is not timed; give 2 or more")
-    if not args.html.absolute().parent.is_dir():
-        raise ValueError(f"--html {args.html}: its folder does not exist; create it or name another")
-    if args.html.is_dir():
-        raise ValueError(f"--html {args.html}: this is a folder; name a file in it")
 
 
 def _contestants(args: argparse.Namespace) -> list[str]:

@@ -66,7 +66,7 @@ class Subject:
     moving
         The arguments of `enable` by which optimizer state, gradients and parameters move.
     is_bare
-        Whether the step runs without hooks, because its plan swaps nothing: then saved tensors are not counted.
+        Whether the latest step runs without hooks, because its plan swaps nothing: saved tensors are not counted then.
     """
 
     model: nn.Module | None
@@ -166,11 +166,9 @@ def tell_at(
 ) -> None:
     """Call `tell` for the tensors of a session on one device, which moves these states and parameters."""
     running = at.controller.running if isinstance(at.controller, PlanController) else RunningStep()
-    swapped, kept = at.counts.in_step()
-    about = (swapped, kept, at.counts.dropped_in_step(), running.place(), running.keeps_all)
-    is_bare = at.counts.bare_steps > 0 and not (swapped.tensors or any(count.tensors for count in kept.values()))
+    about = (*at.counts.in_step(), at.counts.dropped_in_step(), running.place(), running.keeps_all)
     moving = {**states.arguments(), **({"parameters": parameters.counts.which} if parameters is not None else {})}
-    tell(error, Subject(at.model, at.engine, at.options, *about, moving, is_bare), path)
+    tell(error, Subject(at.model, at.engine, at.options, *about, moving, at.is_bare), path)
 
 
 def tell(error: BaseException, subject: Subject, path: str | os.PathLike[str] | None = None) -> None:
@@ -290,9 +288,9 @@ def _verdict(memory: DeviceMemory, movable: int, leaving: int, *, is_saved: bool
         )
     if is_bare:
         return (
-            "Offloading may lower this peak: the plan swaps nothing, so this step runs without hooks, and tensors that "
-            f"autograd saves are not counted; the {format_bytes(rest)} in use are parameters, gradients, optimizer "
-            "state, saved tensors, temporaries and other data."
+            "Offloading may lower this peak: the plan swaps nothing, so the latest step ran without hooks, and tensors "
+            f"that autograd saved are not counted; the {format_bytes(rest)} in use are parameters, gradients, "
+            "optimizer state, saved tensors, temporaries and other data."
         )
     if not is_saved:
         return f"Offloading cannot lower this peak: nothing saved for backward is on the device now; {others}."

@@ -18,8 +18,8 @@ __all__ = ["FreedGradient", "StepInBackwardError"]
 
 _READ = (
     "this gradient was used in backward and is gone (step_in_backward=True): clipping by the norm of all gradients, a "
-    "GradScaler and anything else that uses gradients before optimizer.step() need step_in_backward=False, except for "
-    "hooks of gradients that are registered before offload.enable"
+    "GradScaler and anything else that uses gradients before optimizer.step() need step_in_backward=False; hooks that "
+    "are registered before offload.enable still see the gradient"
 )
 _ADDED_TO = (
     "a backward pass adds to a gradient that was used in backward and is gone (step_in_backward=True): call "
@@ -84,7 +84,7 @@ class FreedGradient(Tensor):
             return moved
         if func is torch.ops.aten.zero_.default or func is torch.ops.aten._foreach_zero_.default:
             raise StepInBackwardError(_ZEROED)
-        is_addition = func in _ADDITIONS and current_node() is not None  # otherwise a hook may be running
+        is_addition = func in _ADDITIONS and current_node() is not None  # the program's hooks run others there
         raise StepInBackwardError(_ADDED_TO if is_addition else _READ)
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]

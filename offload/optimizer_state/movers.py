@@ -238,8 +238,8 @@ class StateMovers:
     def arguments(self) -> dict[str, object]:
         """Return the arguments of `enable`, without the optimizers, that move what is moved now."""
         moving = {
-            "optimizer_state": self.counts,
-            "gradients": self.gradient_counts,
+            "optimizer_state": any(not each.stays for each in self.counts),
+            "gradients": any(not each.stays for each in self.gradient_counts),
             "step_in_backward": self.steps_in_backward,
         }
         return {name: True for name, moves in moving.items() if moves}

@@ -15,16 +15,11 @@ from offload.parameters.keep import Keep, needs_keep
 from offload.parameters.moved_parameter import MovedParameter
 from offload.parameters.stored_parameter import StoredParameter
 from offload.parameters.window import Window
-from offload.torch_compat.autograd import innermost_hooks, is_script_tracing
+from offload.torch_compat.autograd import innermost_hooks
 from offload.torch_compat.compiled import opaque, untraced
 from offload.torch_compat.modules import own_parameters, walk
 
 __all__ = ["CompiledCall", "Gathered", "Pass"]
-
-_TRACED = (
-    "torch.jit.trace keeps the memory of parameters, and offload moves them out of it: call offload.disable(model) "
-    "before and offload.enable(model, ...) after, or use torch.export.export"
-)
 
 
 class Gathered:
@@ -35,11 +30,6 @@ class Gathered:
     whole
         Whether the module is compiled. Then the parameters of its submodules are brought in too, with their ordinary
         class.
-
-    Raises
-    ------
-    ValueError
-        torch.jit.trace runs the module: its result would read the parameters' memory after they have left it.
     """
 
     def __init__(self, module: nn.Module | None, window: Window, *, whole: bool) -> None:
@@ -56,8 +46,6 @@ class Gathered:
             for parameter in own_parameters(module):
                 record = parameter.__dict__.get("_offload_stored")
                 if isinstance(record, StoredParameter):
-                    if is_script_tracing():
-                        raise ValueError(_TRACED)
                     self._records.append(record)
                     record.window.acquire(parameter, record, self, plain=self._whole)
         if self._records and needs_keep():

@@ -80,7 +80,10 @@ def _sent(parameter: MovedParameter) -> Any:
     record = parameter._offload_stored
     with record.window.lock:
         record.forget(parameter)
-    return reduce_tensor(parameter)  # type: ignore[no-untyped-call]
+        held = alias_of(parameter)  # as long as this exists, a forward in another thread does not move it out again
+    reduced = reduce_tensor(parameter)  # type: ignore[no-untyped-call]
+    del held
+    return reduced
 
 
 ForkingPickler.register(MovedParameter, _sent)

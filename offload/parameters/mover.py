@@ -190,14 +190,15 @@ class ParameterMover:
     def leave(self, parameter: nn.Parameter) -> bool:
         """Move a parameter out if it is movable. Returns True if it stays because another tensor shares its memory."""
         trained = self.window.moves_trained
-        if not is_movable(parameter, self.engine.device, self._min_nbytes, also_trained=trained):
-            return False
-        if not is_held_alone(parameter):
-            return True
-        try:
-            StoredParameter(parameter, self.engine, self.window, self._name_of).put_away(parameter)
-        except REFUSALS as error:
-            self.window.refuse(error)
+        with self.window.lock:
+            if not is_movable(parameter, self.engine.device, self._min_nbytes, also_trained=trained):
+                return False
+            if not is_held_alone(parameter):
+                return True
+            try:
+                StoredParameter(parameter, self.engine, self.window, self._name_of).put_away(parameter)
+            except REFUSALS as error:
+                self.window.refuse(error)
         self.engine.limit_in_flight()
         return False
 

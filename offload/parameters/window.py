@@ -15,7 +15,7 @@ from offload.parameters.keep import Keep, needs_keep
 from offload.parameters.moved_parameter import MovedParameter
 from offload.parameters.read_ahead import ReadAhead
 from offload.parameters.saved_parameter import SavedParameter
-from offload.torch_compat.autograd import innermost_hooks
+from offload.torch_compat.autograd import innermost_hooks, is_script_tracing
 from offload.torch_compat.overrides import alias_of, requires_grad_of, storage_of, unseen
 from offload.torch_compat.tensors import storage_identity
 
@@ -24,6 +24,10 @@ if TYPE_CHECKING:
 
 __all__ = ["Window"]
 
+_TRACED = (
+    "torch.jit.trace keeps the memory of parameters, and offload moves them out of it: call offload.disable(model) "
+    "before and offload.enable(model, ...) after, or use torch.export.export"
+)
 PLACEHOLDERS_MAX = 4096  # if there are more, each pass removes those of parameters that no longer exist
 
 
@@ -78,7 +82,11 @@ class Window:
         ------
         ParameterError
             The parameter cannot be read.
+        ValueError
+            torch.jit.trace runs: its result would read the parameter's memory after the parameter has left it.
         """
+        if is_script_tracing():
+            raise ValueError(_TRACED)
         with self.lock:
             record.users[user] = threading.get_ident()
             self.ahead.needs(record, record.content)

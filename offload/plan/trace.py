@@ -211,9 +211,10 @@ class Trace:
             if tensor.recompute is not None:
                 _check_recompute(tensor.recompute, f"tensors[{i}].recompute", tensor.id, index_of)
         self._check_order(index_of)
-        nbytes = max(self.base_bytes, default=0) + sum(tensor.bytes for tensor in self.tensors)
-        if nbytes >= 2**63 or not math.isfinite(sum(node.seconds for node in self.nodes)):
-            raise ValueError("nodes, tensors: bytes add up to 2^63 or more, or seconds to infinity; write less")
+        if max(self.base_bytes, default=0) + sum(tensor.bytes for tensor in self.tensors) >= 2**63:
+            raise ValueError("tensors: with base_bytes, 2^63 bytes or more; write less")
+        if not math.isfinite(sum(node.seconds for node in self.nodes)):
+            raise ValueError("nodes: the seconds add up to infinity; write less")
 
     def _check_order(self, index_of: Mapping[int, int]) -> None:
         """Raise an error if tensors would be recomputed from one another."""
@@ -244,9 +245,7 @@ class Trace:
         text = Path(path).read_bytes()
         try:
             return cls.from_dict(json.loads(text))
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
-            raise ValueError(f"{path} is neither a trace (JSON) nor a script (*.py): {error}") from error
-        except (ValueError, RecursionError) as error:
+        except (ValueError, RecursionError) as error:  # JSONDecodeError and UnicodeDecodeError are ValueErrors
             raise ValueError(f"{path}: {error}") from error
 
     def save(self, path: str | Path) -> None:

@@ -30,7 +30,7 @@ from offload.torch_compat.tensors import StorageWatch, local_of
 __all__ = ["HeldBefore", "HeldBytes", "HeldMemory", "ModelState", "tensors_in"]
 
 UNHELD_MAX = 4096  # entries of the cache `ModelState.not_held`
-LOOKS_MAX = 64  # in each step, beyond the one at its begin
+LOOKS_MAX = 64  # in each step, beyond the one at its begin and those that find a parameter
 
 
 @dataclass(frozen=True)
@@ -110,16 +110,18 @@ class ModelState:
     def holds_now(self, storage_id: int) -> bool:
         """Return whether a storage is that of a parameter or a buffer, possibly of one added since the step began.
 
-        Reading a model of thousands of layers takes milliseconds. So in each step it is read again for the first
-        `LOOKS_MAX` unknown storages only, unless FSDP gathers its parameters during the step. A buffer that is added
-        after them is noticed when the next step begins.
+        Reading a model of thousands of layers takes milliseconds. So it is read again for at most `LOOKS_MAX` unknown
+        storages in a row that are not found, in each step; for all if FSDP gathers the parameters during the step. A
+        buffer that is added after them is noticed when the next step begins.
         """
         if storage_id not in self.storages and storage_id not in self.not_held:
             if self._looks_left > 0 or self.is_sharded:
                 self._looks_left -= 1
                 self._is_current = False
                 self.look()
-            if storage_id not in self.storages:
+            if storage_id in self.storages:
+                self._looks_left = LOOKS_MAX  # other code gives parameters new storages during the step
+            else:
                 if len(self.not_held) >= UNHELD_MAX:
                     self.not_held.clear()
                 self.not_held.add(storage_id)

@@ -125,8 +125,11 @@ OUTSIDE = {
     "a forked child waits for no lane": [PROCESSES + "forks.py::test_child_that_leaves_the_engine_alone"],
     "slabs are not locked with mlock": [PROCESSES + "limits.py::test_no_memory_to_lock[slab]"],
     "a copy that could not be listed is waited for": ["tests/core/test_no_memory.py::test_no_memory_for_the_engine"],
-    "freed engines wait for their copies": [
+    "freed engines wait for copy-outs": [
         "tests/core/test_freed_engines.py::test_an_engine_that_is_freed_waits_for_its_copies"
+    ],
+    "freed engines wait for copy-ins": [
+        "tests/core/test_freed_engines.py::test_an_engine_that_is_freed_waits_for_a_copy_in"
     ],
     "a forked child is refused": [PROCESSES + "forks.py::test_child_that_touches_the_engine"],
 }

@@ -1,33 +1,51 @@
-"""An engine is freed while the worker thread copies: it waits, so that the memory of the source is still there."""
+"""An engine is freed while the worker thread copies: it waits, so that the memory that is copied is still there."""
 
 import pytest
 from fresh_python import run_fresh_python
 
-SCRIPT = """
+BEGIN = """
     import sys, torch
     from offload import _core
     from offload.runtime.engine import Engine
 
-    def begin(nbytes):
-        engine = Engine(store, torch.device("cpu"))
-        tensor = torch.ones(nbytes, dtype=torch.uint8)
-        key, _ = engine.look(tensor, nbytes)
-        return engine.swap_out(tensor, key, 0)
+    NBYTES = 128 << 20  # so large that malloc gives it back to the system at once
 
+    def begin(store):
+        engine = Engine(store, torch.device("cpu"))
+        tensor = torch.ones(NBYTES, dtype=torch.uint8)
+        key, _ = engine.look(tensor, NBYTES)
+        return engine.swap_out(tensor, key, 0)
+"""
+COPIES_OUT = f"""{BEGIN}
     store = _core.SwapStore.direct(_core.HostDriver(), sys.argv[1])
     for _ in range(5):
-        stored = begin(128 << 20)  # so large that malloc gives it back to the system at once
+        stored = begin(store)
         while sys.argv[2] == "begun" and stored.ticket.state == "queued":
             pass
         del stored
     assert store.stats()["live_tickets"] == 0
     print("alive")
 """
+COPIES_IN = f"""{BEGIN}
+    lanes = _core.HostDriver()
+    store = _core.SwapStore.slab(lanes, lanes, 2 * NBYTES, slab_bytes=2 * NBYTES)
+    for _ in range(5):
+        stored = begin(store)
+        stored.add_view()
+        stored.wait_copied_out()
+        stored.prefetch()
+        del stored
+    print("alive")
+"""
 
 
 @pytest.mark.parametrize("moment", ["begun", "queued"])
 def test_an_engine_that_is_freed_waits_for_its_copies(moment, tmp_path):
-    assert run_fresh_python(SCRIPT, str(tmp_path), moment) == "alive\n"
+    assert run_fresh_python(COPIES_OUT, str(tmp_path), moment) == "alive\n"
+
+
+def test_an_engine_that_is_freed_waits_for_a_copy_in():
+    assert run_fresh_python(COPIES_IN) == "alive\n"
 
 
 def test_a_model_that_is_freed_while_its_parameters_are_written(tmp_path):

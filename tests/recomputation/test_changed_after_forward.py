@@ -48,9 +48,13 @@ def train(model, changes=True):
 
 @pytest.fixture
 def model(monkeypatch):
-    monkeypatch.setenv("OFFLOAD_THROTTLE", "4MB/s")  # so slow that plans recompute what they can
+    """The link is so slow that plans recompute what they can; with two threads, operators would wait for busy cores."""
+    monkeypatch.setenv("OFFLOAD_THROTTLE", "4MB/s")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
     torch.manual_seed(0)
-    return Branches()
+    yield Branches()
+    torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize("preset", ["smallest", "balanced"])
