@@ -4,11 +4,11 @@ import errno
 import itertools
 import threading
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
 from faults.inject import inject_fault
+from fresh_python import run_fresh_python
 from twin.double import Double
 
 from offload import _core
@@ -145,25 +145,33 @@ def test_where_no_more_can_be_pinned_what_is_pinned_goes_to_disk(double, tmp_pat
     assert double.first_violation == ""
 
 
-def is_mapped(address):
-    """Whether anything in this process is at that address."""
-    ranges = (line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines())
-    return any(int(begin, 16) <= address < int(end, 16) for begin, end in ranges)
-
-
 def test_a_prefetch_that_is_refused_keeps_no_target(tmp_path):
-    nbytes = 64 << 20
-    store = _core.SwapStore.direct(_core.HostDriver(), str(tmp_path))
-    source = _core.HostBlock(nbytes)
-    ticket = store.swap_out(source.address, nbytes, 0)
-    target = _core.HostBlock(nbytes)
-    middle = target.address + nbytes // 2
-    assert is_mapped(middle)
-    with pytest.raises(ValueError, match="must be congruent"):
-        ticket.prefetch(target.address + 64, 0, target)
-    del target
-    assert not is_mapped(middle)
-    ticket.wait_out(0)
+    """In a process of its own: where other tests have left free memory, malloc would place the target there."""
+    script = """
+        import sys
+        from pathlib import Path
+        from offload import _core
+
+        def is_mapped(address):
+            ranges = (line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines())
+            return any(int(begin, 16) <= address < int(end, 16) for begin, end in ranges)
+
+        nbytes = 64 << 20
+        store = _core.SwapStore.direct(_core.HostDriver(), sys.argv[1])
+        source = _core.HostBlock(nbytes)
+        ticket = store.swap_out(source.address, nbytes, 0)
+        target = _core.HostBlock(nbytes)
+        middle = target.address + nbytes // 2
+        assert is_mapped(middle)
+        try:
+            ticket.prefetch(target.address + 64, 0, target)
+        except ValueError as error:
+            print(error)
+        del target
+        assert not is_mapped(middle)
+        ticket.wait_out(0)
+    """
+    assert "must be congruent" in run_fresh_python(script, str(tmp_path))
 
 
 @pytest.mark.timeout(600)
