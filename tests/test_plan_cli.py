@@ -373,13 +373,6 @@ def test_the_page_of_next_to_nothing(trace_of, tmp_path):
     assert "nothing is swapped or recomputed" in (tmp_path / "plan.html").read_text()
 
 
-def test_a_script_without_its_ending_is_no_trace(tmp_path, capsys):
-    script = tmp_path / "train"
-    script.write_text("import torch")
-    assert call(script, "--memory-limit", "1GiB", *LINK) == 2
-    assert f"{script} is neither a trace (JSON) nor a script (*.py)" in capsys.readouterr().err
-
-
 def test_a_page_that_cannot_be_written_is_refused(path, tmp_path, capsys):
     assert call(path, "--memory-limit", "1GiB", *LINK, "--plot", "/dev/full") == 2
     assert "No space left on device" in capsys.readouterr().err

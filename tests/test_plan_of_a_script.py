@@ -7,6 +7,7 @@ from io import StringIO
 import pytest
 from forked_python import run_python
 
+from offload.cli import main as cli
 from offload.cli.script import run_script
 
 SCRIPT = """
@@ -50,6 +51,13 @@ def test_a_script_finds_itself_after_it_has_changed_the_folder(tmp_path, monkeyp
         run_script("train.py", ["--epochs"], quiet=False)
     assert "os.chdir('/')" in shown.getvalue()
     assert f"['{tmp_path}/train.py', '--epochs']" in shown.getvalue()
+
+
+def test_a_script_without_its_ending_is_no_trace(tmp_path, capsys):
+    script = tmp_path / "train"
+    script.write_text("import torch")
+    assert cli.main(["plan", "--memory-limit", "1GiB", str(script)]) == 2
+    assert f"{script} is neither a trace (JSON) nor a script (*.py)" in capsys.readouterr().err
 
 
 WITH_RECIPES = """

@@ -84,7 +84,7 @@ class FreedGradient(Tensor):
             return moved
         if func is torch.ops.aten.zero_.default or func is torch.ops.aten._foreach_zero_.default:
             raise StepInBackwardError(_ZEROED)
-        is_addition = func in _ADDITIONS and current_node() is not None  # the program's hooks run others there
+        is_addition = func in _ADDITIONS and current_node() is not None  # hooks in backward use other operators
         raise StepInBackwardError(_ADDED_TO if is_addition else _READ)
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
