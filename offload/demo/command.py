@@ -9,14 +9,13 @@ import argparse
 import contextlib
 import json
 import os
-import signal
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TextIO
 
 from offload.demo import page as demo_page
+from offload.demo.child_process import child_process
 from offload.devices import allocator
 from offload.diagnostics.page_path import page_path
 from offload.diagnostics.table import write_table
@@ -115,8 +114,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         _check(args)
         args.device = _resolve_device(args.device)
-        with _ended_by_sigterm():
-            results = _train_all(args)
+        results = _train_all(args)
     except (ValueError, OSError, RuntimeError) as error:
         print(f"offload demo: {error}", file=sys.stderr)
         return 2
@@ -333,36 +331,20 @@ def _train_apart(name: str, args: argparse.Namespace) -> dict[str, Any]:
     with (
         tempfile.TemporaryFile("w+", errors="replace") as complaints,
         _progress(name, None if args.until_settled else args.steps) as advance,
-        subprocess.Popen(
-            command, env=_environment(args), text=True, stdout=subprocess.PIPE, stderr=complaints
-        ) as child,
+        child_process(command, _environment(args), complaints) as child,
     ):
         assert child.stdout is not None
-        try:
-            for line in child.stdout:
-                event = json.loads(line) if line.startswith("{") else {}
-                if event.get("event") == "step":
-                    advance()
-                elif event.get("event") == "result":
-                    result = event
-        except BaseException:
-            child.kill()
-            raise
+        for line in child.stdout:
+            event = json.loads(line) if line.startswith("{") else {}
+            if event.get("event") == "step":
+                advance()
+            elif event.get("event") == "result":
+                result = event
         if child.wait() != 0 or result is None:
             complaints.seek(0)
             tail = "\n".join(complaints.read().strip().splitlines()[-20:])
             raise RuntimeError(f"the {name} run ended with exit status {child.returncode}:\n{tail}")
     return result
-
-
-@contextlib.contextmanager
-def _ended_by_sigterm() -> Iterator[None]:
-    """Let SIGTERM raise SystemExit, which ends the training process too."""
-    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 @contextlib.contextmanager
