@@ -287,6 +287,8 @@ def _read(path: str | Path) -> str:
 def _check_spill_dir(device: torch.device, spill_dir: str | os.PathLike[str] | None) -> str:
     if spill_dir is None:
         return default_spill_dir() if device.type == "cpu" else ""
+    if not os.fspath(spill_dir):
+        raise ValueError("spill_dir is empty; name a folder, or leave it out")
     path = Path(spill_dir)
     if not path.exists():
         raise FileNotFoundError(2, "spill_dir does not exist; create it, or name another folder", str(path))

@@ -87,6 +87,12 @@ def test_spill_dir_that_does_not_exist(tmp_path):
         offload.enable(model, spill_dir=tmp_path / "absent")
 
 
+def test_spill_dir_that_is_empty():
+    model = Net()
+    with refused(model, ValueError, "spill_dir is empty; name a folder, or leave it out"):
+        offload.enable(model, spill_dir="")
+
+
 def test_spill_dir_that_is_a_file(tmp_path):
     path = tmp_path / "file"
     path.write_text("")

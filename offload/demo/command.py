@@ -254,6 +254,8 @@ def _agrees(key: str, first: dict[str, Any], other: dict[str, Any]) -> bool:
 def _check(args: argparse.Namespace) -> None:
     if args.steps is not None and args.steps < 2:
         raise ValueError(f"--steps {args.steps}: the first step is not timed; give 2 or more")
+    if not 0 <= args.seed < 1 << 63:
+        raise ValueError(f"--seed {args.seed}: give 0 or more, and less than 2 to the power of 63")
 
 
 def _contestants(args: argparse.Namespace) -> list[str]:
