@@ -10,11 +10,12 @@ from forked_python import run_python
 from torch import nn
 
 import offload
+from offload.control.signature import signature_of
 from offload.plan.trace import SavedTensor
 from offload.profiling import allocations
 from offload.profiling.allocations import NO_NODE, footprint
 from offload.recomputation import recorder
-from offload.torch_compat.autograd import OUTSIDE
+from offload.torch_compat.backward_pass import OUTSIDE
 from offload.torch_compat.dispatch import mode_count
 
 STEPS = 6
@@ -336,3 +337,47 @@ def test_the_profiler_does_not_start_inside_a_backward_pass():
     x.sum().backward()
     assert started == [False]
     assert not allocations.AllocationProfile.is_recording()
+
+
+def jagged_batches(layout):
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(12):
+        lengths = torch.randint(60, 100, (3,), generator=generator).tolist()
+        rows = [torch.randn(length, 64, generator=generator) for length in lengths]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch: nested tensors are a prototype
+            yield torch.nested.nested_tensor(rows, layout=layout)
+
+
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=["strided", "jagged"])
+@pytest.mark.parametrize("goal", [{}, {"memory_limit": "64MiB"}, {"n_tensors": -1}, {"n_tensors": -1, "lb": "auto"}])
+def test_nested_inputs_of_changing_lengths(layout, goal):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+    plain = deepcopy(model)
+    with offload.enable(model, min_tensor_bytes=1 << 10, **goal) as handle:
+        for x in jagged_batches(layout):
+            for each in (model, plain):
+                each.zero_grad()
+                sum(part.square().sum() for part in each(x).unbind()).backward()
+            for own, other in zip(model.parameters(), plain.parameters(), strict=True):
+                assert torch.equal(own.grad, other.grad)
+        assert goal == {"n_tensors": -1} or 0 < handle.report().profiled_steps < 12
+
+
+def test_nested_inputs_of_the_same_lengths_are_one_kind_of_step():
+    first, second = (
+        torch.nested.nested_tensor([torch.ones(rows, 4) for rows in (3, 5)], layout=torch.jagged) for _ in range(2)
+    )
+    longer = torch.nested.nested_tensor([torch.ones(rows, 4) for rows in (3, 6)], layout=torch.jagged)
+    signatures = [signature_of((each,), {}, "cpu")[0] for each in (first, second, longer)]
+    assert signatures[0] == signatures[1] != signatures[2]
+    assert signatures[0].is_within(signatures[2])
+    assert not signatures[2].is_within(signatures[0])
+
+
+def test_nested_inputs_with_more_components_are_another_kind():
+    two, three = ([torch.ones(3, 4)] * count for count in (2, 3))
+    fewer, more = (signature_of((torch.nested.nested_tensor(rows),), {}, "cpu")[0] for rows in (two, three))
+    assert not fewer.is_within(more)
+    assert not more.is_within(fewer)

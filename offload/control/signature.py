@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from offload.runtime.engine import bytes_taken
 from offload.torch_compat.dispatch import modes_of_others
+from offload.torch_compat.tensors import shapes_in_nested
 
 __all__ = ["Signature", "signature_of"]
 
@@ -28,9 +29,10 @@ class Signature(NamedTuple):
     Attributes
     ----------
     shapes
-        Shapes of the tensors among the inputs, in elements.
+        Shapes of the tensors among the inputs, in elements; those in it for a nested tensor.
     kinds
-        Dtypes of these tensors, and whether they require gradients; the bools and Nones among the inputs; whether
+        Dtypes of these tensors, and whether they require gradients; of a nested tensor, its layout and the number of
+        shapes in it too; the bools and Nones among the inputs; whether
         autocast is on; the dispatch modes that are on.
     input_bytes
         Bytes of the input tensors; memory that several of them share counts once.
@@ -68,8 +70,13 @@ def signature_of(args: tuple[Any, ...], kwargs: dict[str, Any], device_type: str
             break
     for leaf in leaves:
         if isinstance(leaf, Tensor):
-            shapes.append(tuple(leaf.shape))
-            kinds.append((leaf.dtype, leaf.requires_grad))
+            if leaf.is_nested:
+                inside = shapes_in_nested(leaf)
+                shapes += inside
+                kinds.append((leaf.dtype, leaf.requires_grad, leaf.layout, len(inside)))
+            else:
+                shapes.append(tuple(leaf.shape))
+                kinds.append((leaf.dtype, leaf.requires_grad))
             inputs.append(leaf)
         elif leaf is None or isinstance(leaf, bool):  # selects a branch; few values, so few signatures
             kinds.append(leaf)

@@ -24,7 +24,7 @@ from offload.runtime.engine import Engine
 from offload.runtime.executor import Measured, StepObserver, Stopwatch
 from offload.runtime.hooks import innermost_step_hooks
 from offload.runtime.schedule import StepOrder
-from offload.torch_compat.autograd import current_node
+from offload.torch_compat.backward_pass import current_node
 from offload.torch_compat.dispatch import can_record
 
 __all__ = ["MakeTrial", "Recipes", "TimedTrial", "TrialObserver", "is_worth_a_trial", "make_trial", "recipes_of"]

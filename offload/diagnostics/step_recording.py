@@ -26,7 +26,8 @@ from offload.diagnostics.recorded_tensors import RecordedTensors
 from offload.diagnostics.timeline import MemorySample, Span, StepTimeline, merged, without
 from offload.runtime.engine import Engine, has_storage
 from offload.runtime.hooks import Packed, Policy, StepHooks
-from offload.torch_compat.autograd import call_at_end_of_backward, current_node
+from offload.torch_compat.autograd import call_at_end_of_backward
+from offload.torch_compat.backward_pass import current_node
 from offload.torch_compat.call_stack import running_module
 from offload.torch_compat.compiled import modules_in_graphs, wrappers_of
 

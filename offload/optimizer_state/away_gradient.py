@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from offload.optimizer_state.stored_gradient import StoredGradient
-from offload.torch_compat.autograd import current_node
+from offload.torch_compat.backward_pass import current_node
 from offload.torch_compat.optimizers import choose_foreach_for
 from offload.torch_compat.tensors import no_torch_function, without_memory
 

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from offload.torch_compat.autograd import current_node
+from offload.torch_compat.backward_pass import current_node
 from offload.torch_compat.tensors import without_memory
 
 __all__ = ["FreedGradient", "StepInBackwardError"]

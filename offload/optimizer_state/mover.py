@@ -127,8 +127,7 @@ class StateMover:
         self._hooks.append(optimizer.register_load_state_dict_pre_hook(partial(defer, self, self._min_nbytes)))
         self._hooks.append(optimizer.register_load_state_dict_post_hook(self._after_load_state_dict, prepend=True))
         self.counts.stays = STAYS_BY_PLAN if self.share.is_empty else ""
-        self._after_load_state_dict(optimizer)  # moves out copies of loaded state: the program may hold the tensors
-        self.look()
+        self._leave_at_once(optimizer)
 
     def close(self) -> None:
         """Bring all state back and remove the hooks.
@@ -165,9 +164,7 @@ class StateMover:
             self._leave_all(self._streamed(optimizer))
             return
         self.counts.stays = why_it_stays(optimizer)
-        if not self.counts.stays:
-            self._after_load_state_dict(optimizer)
-            self.look()
+        self._leave_at_once(optimizer)
 
     # -- the state ----------------------------------------------------------------------------------------------------
 
@@ -223,6 +220,11 @@ class StateMover:
         for need, key in enumerate(list(state)):
             self._leave(state, key, need)
         self.look()
+
+    def _leave_at_once(self, optimizer: Optimizer) -> None:
+        """Move out the state that is there, except tensors that the program holds: it may read or write them later."""
+        if not self.rests:
+            self._leave_all(self._streamed(optimizer))
 
     def look(self) -> None:
         """Bring `counts` up to date."""

@@ -17,7 +17,8 @@ import torch
 from offload.devices.allocator import release_free_memory
 from offload.plan.trace import SavedTensor
 from offload.torch_compat.allocation_profile import APART, MARK_PREFIX, AllocationEvents, AllocationProfile
-from offload.torch_compat.autograd import OUTSIDE, backward_caller, current_backward, is_script_tracing
+from offload.torch_compat.autograd import backward_caller, is_script_tracing
+from offload.torch_compat.backward_pass import OUTSIDE, current_backward
 
 log = logging.getLogger("offload")
 

@@ -23,7 +23,7 @@ from offload.devices.device import device_of
 from offload.runtime.engine import Engine, has_storage, storage_bytes
 from offload.runtime.weak import WeakReferences, run_pending_callbacks, weak_callback
 from offload.torch_compat.allocation_profile import mark_apart
-from offload.torch_compat.autograd import OUTSIDE, current_backward
+from offload.torch_compat.backward_pass import OUTSIDE, current_backward
 from offload.torch_compat.modules import gradients_of, is_sharded, state_tensors
 from offload.torch_compat.tensors import StorageWatch, local_of
 

@@ -26,7 +26,8 @@ from offload.runtime.recomputation import Recomputation
 from offload.runtime.recomputed_storage import DroppedHandle
 from offload.runtime.schedule import PackEntry, StepOrder
 from offload.runtime.weak import call_when_dead
-from offload.torch_compat.autograd import call_at_end_of_backward, current_node
+from offload.torch_compat.autograd import call_at_end_of_backward
+from offload.torch_compat.backward_pass import current_node
 from offload.torch_compat.call_stack import running_module
 from offload.torch_compat.compiled import is_compiled_node
 from offload.torch_compat.modules import gradients_of

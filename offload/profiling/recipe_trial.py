@@ -24,7 +24,7 @@ from offload.runtime.executor import SwapOnDemand
 from offload.runtime.recomputation import Recording, Surroundings
 from offload.runtime.recomputed_storage import StorageKey
 from offload.runtime.schedule import StepOrder
-from offload.torch_compat.autograd import current_node
+from offload.torch_compat.backward_pass import current_node
 from offload.torch_compat.dispatch import can_record, undisturbed
 
 __all__ = ["RecipeTrial"]

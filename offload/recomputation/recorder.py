@@ -18,7 +18,8 @@ from offload.recomputation.operators import Operator
 from offload.recomputation.random_state import random_state
 from offload.recomputation.template import Window
 from offload.recomputation.values import Call, Held, Probe, Reference, Value
-from offload.torch_compat.autograd import current_backward, innermost_hooks
+from offload.torch_compat.autograd import innermost_hooks
+from offload.torch_compat.backward_pass import current_backward
 from offload.torch_compat.dispatch import OperatorMode, mode_count, push_mode, remove_mode, restores_keys
 from offload.torch_compat.settings import in_force
 from offload.torch_compat.tensors import StorageWatch, has_own_bytes, storage_identity, version_of

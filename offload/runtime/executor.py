@@ -25,7 +25,8 @@ from offload.runtime.recomputation import DroppedTensors, Recomputation
 from offload.runtime.recomputed_storage import DroppedHandle
 from offload.runtime.schedule import Schedule
 from offload.runtime.weak import weak_callback
-from offload.torch_compat.autograd import call_at_end_of_backward, current_node
+from offload.torch_compat.autograd import call_at_end_of_backward
+from offload.torch_compat.backward_pass import current_node
 
 # Results of `ScheduleCursor.ask`; 0: nothing is due.
 _DUE = 1  # a release or a prefetch is due

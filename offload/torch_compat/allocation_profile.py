@@ -21,7 +21,7 @@ from torch.autograd import profiler
 from torch.autograd.profiler import profile, record_function
 
 from offload._core import CallWhenFreed
-from offload.torch_compat.autograd import OUTSIDE, current_backward
+from offload.torch_compat.backward_pass import OUTSIDE, current_backward
 
 __all__ = ["APART", "MARK_PREFIX", "AllocationEvents", "AllocationProfile", "apart", "mark_apart", "prepare"]
 

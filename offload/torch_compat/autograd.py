@@ -18,26 +18,15 @@ from offload.torch_compat.dispatch import mode_count
 from offload.torch_compat.overrides import unseen
 
 __all__ = [
-    "OUTSIDE",
     "backward_caller",
     "call_at_end_of_backward",
     "checkpoint_is_innermost",
-    "current_backward",
-    "current_node",
     "hooks_forbidden_reason",
     "innermost_hooks",
     "is_script_tracing",
     "is_tracing",
     "keeps_graph",
 ]
-
-# Returns the number of the backward pass in which this thread runs a node or a callback; `OUTSIDE` if it runs none. At
-# the end of the node torch restores the thread's former state: its dispatch modes, and whether a profiler is on.
-current_backward: Callable[[], int] = torch._C._current_graph_task_id
-OUTSIDE = -1
-# The autograd node that is running in this thread; None outside of a backward pass.
-current_node: Callable[[], Any] = torch._C._current_autograd_node
-
 
 # Looked up once, because every step needs them and torch._C is a large module.
 _dispatch_mode: Callable[[Any], Any] = torch._C._get_dispatch_mode

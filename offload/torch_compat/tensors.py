@@ -16,6 +16,7 @@ from torch.nn import Parameter
 
 from offload import _core
 from offload._core import StorageWatch
+from offload.torch_compat.backward_pass import current_node
 
 __all__ = [
     "StorageWatch",
@@ -26,6 +27,7 @@ __all__ = [
     "no_torch_function",
     "raise_changed",
     "set_interface",
+    "shapes_in_nested",
     "sharded_like",
     "storage_identity",
     "version_of",
@@ -59,6 +61,16 @@ def has_own_bytes(tensor: torch.Tensor) -> bool:
     A tensor that functorch wraps and a zero tensor without memory have no bytes. A nested tensor has no shape.
     """
     return not (tensor._is_zerotensor() or _is_wrapped(tensor) or tensor.is_nested)
+
+
+def shapes_in_nested(tensor: torch.Tensor) -> list[tuple[int, ...]]:
+    """Return the shapes in a nested tensor: of each component, or of the packed values and the offsets if it is jagged.
+
+    A jagged tensor has a shape of its own, but with a symbol in it that is new in every tensor.
+    """
+    nested: Any = tensor.detach()
+    parts = (nested.values(), nested.offsets()) if nested.layout == torch.jagged else nested.unbind()
+    return [tuple(part.shape) for part in parts]
 
 
 @cache
@@ -109,12 +121,22 @@ def without_memory(kind: type[torch.Tensor], like: torch.Tensor, dtype: torch.dt
 
 
 def raise_changed(kind: str, shape: tuple[int, ...], found: int, expected: int) -> None:
-    """Raise the error that autograd raises without hooks if a saved tensor was changed in place."""
+    """Raise the error that autograd raises without hooks if a saved tensor was changed in place.
+
+    Autograd names the operation that returned the tensor. Hooks are not told; they know which node needs it.
+    """
+    node = current_node()
+    needed = f", which {node.name()} needs," if node is not None else ""
+    hint = (
+        "the backtrace further above shows the operation that failed to compute its gradient. The tensor was changed "
+        "in there or later."
+        if torch.is_anomaly_enabled()
+        else "enable anomaly detection to find the operation that failed to compute its gradient, with "
+        "torch.autograd.set_detect_anomaly(True)."
+    )
     raise RuntimeError(
         "one of the variables needed for gradient computation has been modified by an inplace operation: "
-        f"[{kind} {list(shape)}] is at version {found}; expected version {expected} instead. "
-        "Hint: enable anomaly detection to find the operation that failed to compute its gradient, "
-        "with torch.autograd.set_detect_anomaly(True)."
+        f"[{kind} {list(shape)}]{needed} is at version {found}; expected version {expected} instead. Hint: {hint}"
     )
 
 

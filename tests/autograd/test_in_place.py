@@ -1,6 +1,7 @@
 """Saved tensors written to after they were saved: autograd's usual error or the values at that time, never a mix."""
 
 import threading
+import warnings
 
 import pytest
 import torch
@@ -96,6 +97,26 @@ def test_write_after_save_is_the_usual_error(offloaded, function):
         return x.grad
 
     offloaded.compare(run, function)
+
+
+@pytest.mark.parametrize("detects", [False, True], ids=["usual", "anomaly detection"])
+def test_the_error_names_the_node_and_a_hint_that_helps(offloaded, detects):
+    def run(model, step, settle):
+        with torch.autograd.set_detect_anomaly(detects, check_nan=False), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch: the backtrace of the operation
+            result = model(leaf(60, 50)).sum()
+            settle()
+            try:
+                result.backward()
+            except RuntimeError as error:
+                said.append(str(error))
+
+    said: list[str] = []
+    offloaded.compare(run, save_output_then_add)
+    assert len(said) == 2
+    assert any(", which ExpBackward0 needs, is at version 1" in text for text in said)
+    assert all(("Hint: enable anomaly detection" in text) != detects for text in said)
+    assert all(("Hint: the backtrace further above" in text) == detects for text in said)
 
 
 @pytest.mark.finds  # the write that nothing orders

@@ -77,16 +77,39 @@ def test_state_that_exists_leaves_at_once(tmp_path):
     plain, moved = make_optimizer(*OPTIMIZERS["AdamW"]), make_optimizer(*OPTIMIZERS["AdamW"])
     run(plain, 3)
     run(moved, 3)
-    given = moved.state[params_of(moved)[0]]["exp_avg"]
-    before = given.clone()
+    states = [moved.state[param] for param in params_of(moved)[:2]]
+    known = [id(state["exp_avg"]) for state in states]
+    del states
     mover = make_mover(moved, "direct", tmp_path)
-    first = moved.state.peek(params_of(moved)[0])["exp_avg"]
-    assert first.isnan().all()
-    assert torch.equal(given, before), "a tensor that the caller may hold, as that of a loaded checkpoint, stays"
+    for param, identity in zip(params_of(moved), known, strict=False):
+        there = moved.state.peek(param)["exp_avg"]
+        assert there.isnan().all()
+        assert id(there) == identity, "the object that the optimizer knows stays"
+        del there
     run(plain, 3, begin=3)
     run(moved, 3, begin=3)
-    assert moved.state[params_of(moved)[0]]["exp_avg"] is first, "the object that the optimizer knows stays"
-    assert torch.equal(first, plain.state[params_of(plain)[0]]["exp_avg"])
+    assert_equal(everything(moved), everything(plain))
+    mover.close()
+
+
+def test_state_that_the_program_has_taken_before_stays(tmp_path):
+    """As without offload, the program sees the optimizer's updates in it, and the optimizer what the program writes."""
+    plain, moved = make_optimizer(*OPTIMIZERS["AdamW"]), make_optimizer(*OPTIMIZERS["AdamW"])
+    for optimizer in (plain, moved):
+        run(optimizer, 3)
+    taken = [optimizer.state[params_of(optimizer)[0]]["exp_avg"] for optimizer in (plain, moved)]
+    mover = make_mover(moved, "direct", tmp_path)
+    assert mover.counts.held == 1
+    for begin in (3, 6):
+        for optimizer, own in zip((plain, moved), taken, strict=True):
+            run(optimizer, 3, begin=begin)
+            own.mul_(0.5)
+        assert torch.equal(*taken)
+    del taken, own
+    run(plain, 1, begin=9)
+    run(moved, 1, begin=9)
+    assert mover.counts.held == 0
+    assert_equal(everything(moved), everything(plain))
     mover.close()
 
 
