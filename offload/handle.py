@@ -340,8 +340,8 @@ class Session:
     def __exit__(self, *exc_info: object) -> None:
         self.disable()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> None:
-        raise TypeError("a session belongs to one model; copy the model and call offload.enable on the copy")
+    def __reduce_ex__(self, _protocol: Any) -> Any:  # for copy and pickle
+        raise TypeError("a session belongs to one model; copy or save the model, and call offload.enable on the result")
 
     def __repr__(self) -> str:
         model = self._enabled.model

@@ -15,7 +15,8 @@ from torch.optim import Optimizer
 from offload.devices.control_group import control_groups
 from offload.devices.device import device_of
 from offload.devices.processes import local_processes
-from offload.units import check_slowdown, format_bytes, parse_bytes
+from offload.torch_compat.optimizers import has_own_hooks
+from offload.units import check_slowdown, format_bytes, own_number, parse_bytes
 
 LOOKAHEAD_NODES_DEFAULT = 4
 MAX_SLOWDOWN_DEFAULT = 0.05
@@ -110,6 +111,7 @@ def _check_preset(preset: object, goals: Mapping[str, object]) -> None:
 
 
 def _check_memory_limit(device: torch.device, limit: object, smallest_bytes: int) -> int:
+    limit = own_number(limit)
     if isinstance(limit, float):
         if not 0 < limit <= 1:
             raise ValueError(
@@ -133,15 +135,17 @@ def device_bytes(device: torch.device) -> int:
     return device_of(device).total_bytes()
 
 
-def _check_n_tensors(n_tensors: int | None) -> int | None:
+def _check_n_tensors(n_tensors: object) -> int | None:
     if n_tensors is None:
         return None
+    n_tensors = own_number(n_tensors)
     if isinstance(n_tensors, bool) or not isinstance(n_tensors, int) or n_tensors < -1:
         raise ValueError(f"n_tensors must be -1 (all), 0 (none) or a count, not {n_tensors!r}")
     return n_tensors
 
 
-def _check_lookahead(lb: int | str | None) -> int | None:
+def _check_lookahead(lb: object) -> int | None:
+    lb = own_number(lb)
     if lb == "auto":
         return None
     if lb is None:
@@ -212,7 +216,7 @@ def check_optimizers(
     if len({id(each) for each in given}) < len(given):
         raise ValueError("optimizer lists the same optimizer twice: list each once")
     for each in given:
-        if not isinstance(each, Optimizer) or not hasattr(each, "_optimizer_step_pre_hooks"):
+        if not isinstance(each, Optimizer) or not has_own_hooks(each):
             inner = " Write optimizer=optimizer.optimizer." if hasattr(each, "optimizer") else ""
             raise ValueError(f"optimizer takes a torch.optim.Optimizer, or a list of them, not {each!r}.{inner}")
         if not any(id(parameter) in own for group in each.param_groups for parameter in group["params"]):
@@ -287,6 +291,8 @@ def _read(path: str | Path) -> str:
 def _check_spill_dir(device: torch.device, spill_dir: str | os.PathLike[str] | None) -> str:
     if spill_dir is None:
         return default_spill_dir() if device.type == "cpu" else ""
+    if not isinstance(spill_dir, str | os.PathLike):
+        raise ValueError(f"spill_dir takes the path of a folder, not {spill_dir!r}")
     if not os.fspath(spill_dir):
         raise ValueError("spill_dir is empty; name a folder, or leave it out")
     path = Path(spill_dir)

@@ -6,6 +6,7 @@ Arguments are parsed with it, and reports are written with it.
 from __future__ import annotations
 
 import math
+import numbers
 import re
 from collections.abc import Callable, Iterable
 
@@ -16,6 +17,7 @@ __all__ = [
     "format_bandwidth",
     "format_bytes",
     "format_seconds",
+    "own_number",
     "parse_bandwidth",
     "parse_bytes",
     "parse_flops",
@@ -163,6 +165,15 @@ def parse_seconds(value: str | float, name: str = "duration", *, zero: bool = Fa
     return seconds
 
 
+def own_number(value: object) -> object:
+    """Return a number of NumPy, or of another library, as an int or a float; any other value as it is."""
+    if isinstance(value, (bool, int, float)):
+        return value
+    if isinstance(value, numbers.Integral):
+        return int(value)
+    return float(value) if isinstance(value, numbers.Real) else value
+
+
 def check_slowdown(value: object, name: str = "max_slowdown") -> float:
     """Return a slowdown, as a fraction of the step time.
 
@@ -183,6 +194,7 @@ def check_slowdown(value: object, name: str = "max_slowdown") -> float:
     >>> check_slowdown(0.05), check_slowdown(2.0)
     (0.05, 2.0)
     """
+    value = own_number(value)
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
         raise ValueError(f"{name} is a fraction of the step time of at least 0, such as 0.05, not {value!r}")
     if value and isinstance(value, int):
@@ -273,10 +285,11 @@ def _digits(largest: float) -> int:
 
 def _split(value: str | float, name: str, example: str) -> tuple[float, str]:
     """Return the number and the lower-case unit; whole numbers are returned as int, without rounding."""
-    if isinstance(value, bool):
+    given = own_number(value)
+    if isinstance(given, bool):
         raise _error(name, value, example)
-    if isinstance(value, (int, float)):
-        return value, ""
+    if isinstance(given, (int, float)):
+        return given, ""
     match = _NUMBER.fullmatch(value) if isinstance(value, str) else None
     if match is None:
         raise _error(name, value, example)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -262,3 +263,17 @@ def test_wrong_arguments():
         optimizer.step()
     with pytest.raises(ValueError, match="takes no closure"):
         optimizer.step(lambda: None)
+
+
+def test_a_copy_or_a_pickle_of_one_with_a_scheduler_steps_itself():
+    """A scheduler sets `step` on the object."""
+    parameter = nn.Parameter(torch.ones(2))
+    accumulator = offload.contrib.GradAccumulator(torch.optim.SGD([parameter], lr=0.5), steps=1)
+    StepLR(accumulator, 1)
+    own, copied = copy.deepcopy((parameter, accumulator))
+    for each, optimizer in ((own, copied), (None, pickle.loads(pickle.dumps(accumulator)))):
+        each = next(iter(optimizer.param_groups[0]["params"])) if each is None else each
+        optimizer.scale(each.sum(), items=1).backward()
+        optimizer.step()
+        assert torch.equal(each, torch.full((2,), 0.5))
+    assert torch.equal(parameter, torch.ones(2))

@@ -233,7 +233,7 @@ def test_the_output_says_which_steps_the_median_is_of() -> None:
 def test_that_saved_tensors_stay_is_no_remark_of_the_demo_of_state() -> None:
     model = torch.nn.Linear(4, 4)
     with offload.enable(model, n_tensors=0) as handle:
-        [note] = [each for each in handle.report().notes if each.startswith("NOTHING IS SWAPPED")]
+        [note] = [each for each in handle.report().notes if each.startswith("NO SAVED TENSOR IS SWAPPED")]
     said = demo.remarks([result_of_state(report={"notes": [note, "another"]})])
     assert note not in said
     assert "another" in said

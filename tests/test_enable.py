@@ -1,5 +1,7 @@
 """`offload.enable`: on and off, the true no-op, what the report counts."""
 
+import copy
+import pickle
 import re
 
 import pytest
@@ -46,12 +48,11 @@ def test_disable_twice_and_of_a_plain_model():
     assert "forward" not in model.__dict__
 
 
-def test_handle_cannot_be_copied():
-    import copy
-
+@pytest.mark.parametrize("use", [copy.deepcopy, copy.copy, pickle.dumps])
+def test_handle_cannot_be_copied_or_pickled(use):
     handle = offload.enable(Net())
-    with pytest.raises(TypeError, match=r"a session belongs to one model; copy the model and call offload\.enable"):
-        copy.deepcopy(handle)
+    with pytest.raises(TypeError, match="a session belongs to one model; copy or save the model, and call"):
+        use(handle)
 
 
 def test_context_manager():
@@ -92,8 +93,8 @@ def test_zero_tensors_is_a_true_no_op():
     assert seen == [None, None]
     about = handle.report()
     assert (about.steps, about.swapped.tensors, about.misses, about.kept) == (0, 0, 0, {})
-    assert about.notes == ("NOTHING IS SWAPPED: n_tensors=0 turns the engine off",)
-    assert "NOTHING IS SWAPPED: n_tensors=0" in str(about)
+    assert about.notes == ("NO SAVED TENSOR IS SWAPPED: n_tensors=0",)
+    assert "NO SAVED TENSOR IS SWAPPED: n_tensors=0" in str(about)
     handle.disable()
 
 

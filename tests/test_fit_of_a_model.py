@@ -204,3 +204,56 @@ def test_state_of_another_type_and_replaced_buffers_are_put_back() -> None:
     for state, (own, was) in zip(optimizer.state.values(), sums, strict=True):
         assert state["sum"] is own
         assert torch.equal(own, was)
+
+
+def pairs(n: int) -> torch.Tensor:
+    return torch.ones(n, WIDTH)
+
+
+class Unsteppable(torch.optim.SGD):
+    def step(self, closure: Any = None) -> None:
+        raise ArithmeticError("this update cannot be computed")
+
+
+def test_a_step_that_raises_leaves_no_profiler_on() -> None:
+    model = nn.Linear(WIDTH, WIDTH)
+    optimizer = Unsteppable(model.parameters())
+    hooked = Unsteppable.step
+    Unsteppable.step = torch.optim.Optimizer.profile_hook_step(hooked)  # type: ignore[method-assign]
+    try:
+        with pytest.raises(ArithmeticError):
+            offload.fit(model, pairs, memory="64MiB", batch=64, optimizer=optimizer)
+    finally:
+        Unsteppable.step = hooked  # type: ignore[method-assign]
+    assert not torch.autograd._profiler_enabled()
+
+
+@pytest.mark.parametrize(
+    ("make_optimizer", "message"),
+    [
+        (lambda inner: [inner], "takes one torch.optim.Optimizer, not"),
+        (lambda inner: offload.contrib.GradAccumulator(inner, steps=2), "Write optimizer=optimizer.optimizer"),
+        (lambda inner: torch.optim.LBFGS(inner.param_groups[0]["params"]), "LBFGS needs one: leave optimizer out"),
+    ],
+)
+def test_optimizers_that_cannot_be_stepped(make_optimizer: Any, message: str) -> None:
+    model = nn.Linear(WIDTH, WIDTH)
+    optimizer = make_optimizer(torch.optim.Adam(model.parameters()))
+    with pytest.raises(ValueError, match=message):
+        offload.fit(model, pairs, memory="64MiB", batch=64, optimizer=optimizer)
+
+
+@pytest.mark.parametrize("device", [None, "12GiB,12GB/s,40TFLOP/s"])
+def test_random_generators_are_as_they_were(device: str | None) -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU())
+    before = torch.get_rng_state()
+    offload.fit(model, pairs, device=device, batch=64)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("off", [torch.no_grad, torch.inference_mode])
+def test_where_gradients_are_off(off: Any) -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU())
+    with off():
+        assert offload.fit(model, pairs, memory="1GiB", batch=64).fits
+        assert not torch.is_grad_enabled()

@@ -4,7 +4,9 @@ import errno
 import os
 from contextlib import contextmanager
 
+import numpy
 import pytest
+import torch
 from test_enable import Net, step
 from torch import nn
 
@@ -85,6 +87,13 @@ def test_spill_dir_that_does_not_exist(tmp_path):
     model = Net()
     with refused(model, FileNotFoundError, "spill_dir does not exist; create it, or name another folder.*absent"):
         offload.enable(model, spill_dir=tmp_path / "absent")
+
+
+@pytest.mark.parametrize("given", [5, b"/tmp"])
+def test_spill_dir_that_is_no_path(given):
+    model = Net()
+    with refused(model, ValueError, f"spill_dir takes the path of a folder, not {given!r}"):
+        offload.enable(model, spill_dir=given)
 
 
 def test_spill_dir_that_is_empty():
@@ -191,3 +200,37 @@ def test_engine_that_cannot_be_made_leaves_nothing(monkeypatch, tmp_path):
             offload.enable(model)
     assert "forward" not in model.__dict__
     offload.enable(model).disable()
+
+
+@pytest.mark.parametrize(
+    "asked", [{"optimizer_state": True}, {"optimizer_state": True, "gradients": True}, {"step_in_backward": True}]
+)
+def test_an_optimizer_in_a_wrapper_that_passes_its_attributes(asked):
+    model = Net()
+    inner = torch.optim.AdamW(model.parameters())
+    wrapper = offload.contrib.GradAccumulator(inner, steps=2)
+    hooks = {name: len(value) for name, value in vars(inner).items() if "hooks" in name}
+    message = r"optimizer takes a torch.optim.Optimizer, .*Write optimizer=optimizer\.optimizer"
+    for optimizer in (wrapper, [wrapper]):
+        with refused(model, ValueError, f"(?s){message}"):
+            offload.enable(model, optimizer=optimizer, **asked)
+    with offload.enable(model) as handle, pytest.raises(ValueError, match=f"(?s){message}"):
+        handle.add_optimizer(wrapper)
+    assert hooks == {name: len(value) for name, value in vars(inner).items() if "hooks" in name}
+
+
+@pytest.mark.parametrize(
+    ("given", "own"),
+    [
+        ({"memory_limit": numpy.int64(1 << 30)}, {"memory_limit": 1 << 30}),
+        ({"memory_limit": numpy.float32(0.5)}, {"memory_limit": 0.5}),
+        ({"n_tensors": numpy.int64(-1), "lb": numpy.uint8(4)}, {"n_tensors": -1, "lb": 4}),
+        ({"max_slowdown": numpy.float64(0.25)}, {"max_slowdown": 0.25}),
+        ({"max_slowdown": numpy.float32(0.25)}, {"max_slowdown": 0.25}),
+        ({"min_tensor_bytes": numpy.int64(4096)}, {"min_tensor_bytes": 4096}),
+    ],
+)
+def test_numbers_of_numpy_are_numbers(given, own):
+    with offload.enable(Net(), **given) as handle, offload.enable(Net(), **own) as other:
+        assert handle._options == other._options
+        assert repr(handle._options) == repr(other._options)

@@ -129,6 +129,10 @@ def test_figures_of_a_process_that_is_watched(folder: Path) -> None:
     assert shown["speed"].startswith("1.00 steps/s")
     assert re.search(r"\d % of \S+ .B/s$", shown["copies out"]), "of the speed that the last plan assumes"
     assert "instead of" in shown["step, planned"]
+    assert "process" in shown, "on the CPU: the resident set of the process"
+    limited = dict(rows({**said, "limit_bytes": 20 << 20}))
+    assert limited["step, planned"].endswith("; limit 20.00 MiB")
+    assert "limit" not in limited["process"]
     assert shown["state"].startswith("o")
 
 
@@ -207,3 +211,20 @@ def test_the_peak_is_at_least_what_is_in_memory_now(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("offload.devices.cpu.resource.getrusage", lambda _: SimpleNamespace(ru_maxrss=1))
     device = device_of(torch.device("cpu"))
     assert device.peak_bytes() >= 1 << 20
+
+
+def test_a_process_that_ends_before_a_step(folder: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as idle:
+        assert idle.stdin is not None
+        with subprocess.Popen(
+            [sys.executable, "-m", "offload", "top", str(idle.pid), "--once", "--wait", "60"], stderr=subprocess.PIPE
+        ) as looking:
+            while not (folder / live.watch_file(folder, idle.pid).name).exists():
+                assert looking.poll() is None
+                time.sleep(0.02)
+            idle.stdin.close()
+            idle.wait(60)
+            assert looking.stderr is not None
+            said = looking.stderr.read().decode()
+    assert "has begun no step under offload and has ended" in said
+    assert looking.returncode == 1

@@ -25,7 +25,8 @@ from offload.plan import unswapped_bytes
 from offload.plan.rescale import in_proportion, on_a_line
 from offload.runtime.refusals import devices_of
 from offload.session import enable, session_of
-from offload.units import parse_bytes
+from offload.torch_compat.optimizers import has_own_hooks
+from offload.units import own_number, parse_bytes
 
 __all__ = ["fit"]
 
@@ -43,8 +44,8 @@ def fit(
     """Tell whether a training step of `model` fits into a limit, how, and the largest batch that does.
 
     The step runs at two batch sizes, `batch` and half of it, each tensor swapped as soon as it is saved. One more step
-    tries which tensors can be recomputed. Afterwards the model, its gradients, the optimizer and the random generators
-    are as they were.
+    tries which tensors can be recomputed. Afterwards the model, its gradients, the optimizer and torch's random
+    generators are as they were.
 
     A model on torch's meta device cannot run. Its memory is counted from the shapes of its tensors, and its times
     follow from its operations and the speed of `device`.
@@ -89,8 +90,9 @@ def fit(
     """
     if session_of(model) is not None:
         raise ValueError("offload is enabled on this model; call offload.disable(model) before offload.fit")
-    if isinstance(batch, bool) or not isinstance(batch, int) or batch < 2:
-        raise ValueError(f"batch must be at least 2, since the step runs at half of it too, not {batch!r}")
+    batch = _check_batch(batch)
+    if optimizer is not None:
+        _check_optimizer(optimizer)
     make_batch = _checked(make_batch)
     elsewhere = None if device is None else parse_device(device)
     limit_bytes = None if memory is None else parse_bytes(memory, "memory")
@@ -104,6 +106,23 @@ def fit(
     with watching_optimizers() as watch, _as_it_was(model, optimizer):
         steps = _measured(model, make_batch, (batch, batch // 2), loss, optimizer, watch)
     return _answer(model, steps, batch, limit_bytes, elsewhere, watch, has_optimizer=optimizer is not None)
+
+
+def _check_batch(batch: object) -> int:
+    items = own_number(batch)
+    if isinstance(items, bool) or not isinstance(items, int) or items < 2:
+        raise ValueError(f"batch must be at least 2, since the step runs at half of it too, not {items!r}")
+    return items
+
+
+def _check_optimizer(optimizer: object) -> None:
+    if not isinstance(optimizer, torch.optim.Optimizer) or not has_own_hooks(optimizer):
+        inner = " Write optimizer=optimizer.optimizer." if hasattr(optimizer, "optimizer") else ""
+        raise ValueError(f"offload.fit takes one torch.optim.Optimizer, not {optimizer!r}.{inner}")
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is closure.empty:
+        name = type(optimizer).__name__
+        raise ValueError(f"offload.fit steps optimizers without a closure, and {name} needs one: leave optimizer out")
 
 
 def _checked(make_batch: Callable[[int], Any]) -> Callable[[int], Any]:
@@ -202,7 +221,8 @@ def _as_it_was(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Ite
     model.zero_grad(set_to_none=True)
     model.train()
     try:
-        yield
+        with torch.inference_mode(False), torch.enable_grad():  # the caller may have turned gradients off
+            yield
     finally:
         for module, was_training, buffers in modes:
             module.training = was_training

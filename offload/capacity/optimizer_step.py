@@ -130,6 +130,14 @@ class OptimizerWatch:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+        self._abandon()
+
+    def _abandon(self) -> None:
+        """End the profile of a step that has raised an exception: torch calls no post-hook then."""
+        profile, self._profile = self._profile, None
+        if profile is not None:
+            profile.stop()
+            self.is_incomplete = True
 
     @property
     def seconds(self) -> float:
@@ -171,6 +179,7 @@ class OptimizerWatch:
         return notes
 
     def _begin(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._abandon()
         if any(each is optimizer for each in self._seen):
             self._begun = device_of(self._device).mark()
             return

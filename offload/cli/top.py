@@ -64,10 +64,8 @@ def run(args: argparse.Namespace) -> int:
                 return _refuse("no private folder could be made; set XDG_RUNTIME_DIR to a folder of yours (mode 0700)")
             first = _first(args.pid, places, args.wait)
             if not first:
-                print(
-                    f"offload top: process {args.pid} has begun no step under offload within {args.wait:g} s",
-                    file=sys.stderr,
-                )
+                within = f"within {args.wait:g} s" if _is_alive(args.pid) else "and has ended"
+                print(f"offload top: process {args.pid} has begun no step under offload {within}", file=sys.stderr)
                 return _NOTHING
             if args.json:
                 print(json.dumps([*first.values()]))
@@ -92,11 +90,12 @@ def rows(now: Mapping[str, Any], before: Mapping[str, Any] | None = None) -> lis
     """
     verdict = now["verdict"]
     limit = f"; limit {format_bytes(now['limit_bytes'])}" if now["limit_bytes"] else ""
-    memory = f"{format_bytes(now['memory_bytes'])} now, {format_bytes(now['memory_bytes_peak'])} at most{limit}"
+    whose = "process" if now["device"] == "cpu" else "memory"  # on the CPU, the process's resident set
+    memory = f"{format_bytes(now['memory_bytes'])} now, {format_bytes(now['memory_bytes_peak'])} at most"
     found = [
         ("model", f"{now['model']} on {now['device']}, step {now['steps']:,}"),
-        ("memory", memory),
-        ("step, planned", _pair(verdict["step_bytes_planned"], verdict["step_bytes_unswapped"])),
+        (whose, memory),
+        ("step, planned", _pair(verdict["step_bytes_planned"], verdict["step_bytes_unswapped"]) + limit),
         ("activations", _pair(verdict["activation_bytes"], verdict["activation_bytes_unswapped"])),
         ("time", _time(verdict)),
     ]

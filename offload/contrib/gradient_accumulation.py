@@ -238,7 +238,8 @@ class GradAccumulator(Optimizer):
         self.optimizer.add_param_group(param_group)
 
     def __getstate__(self) -> dict[str, Any]:
-        return dict(self.__dict__)
+        # Without the `step` that a scheduler has set on this object: it is bound to this object.
+        return {name: value for name, value in self.__dict__.items() if name != "step"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

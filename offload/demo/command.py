@@ -29,7 +29,7 @@ HELP = "train a small GPT plain and offloaded, and compare loss, memory and step
 SIZES = {"layers": 8, "width": 320, "heads": 5, "batch": 20, "length": 256}
 STATE_SIZES = {"layers": 8, "width": 768, "heads": 12, "batch": 2, "length": 64}  # optimizer state dominates
 # With `--state` the runs have `n_tensors=0`, so their reports have this note. The demo does not show it.
-NOTHING_SWAPPED = "NOTHING IS SWAPPED: n_tensors=0 turns the engine off"
+NOTHING_SWAPPED = "NO SAVED TENSOR IS SWAPPED: n_tensors=0"
 # What is compared besides the losses; a result has one of the two.
 COMPARED = {
     "gradients": "gradients of the last step",

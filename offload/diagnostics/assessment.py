@@ -74,7 +74,8 @@ def assess(subject: Subject) -> Verdict:
         verdict = _by_hand(verdict, controller.main, counts)
     else:
         verdict = _by_plan(verdict, controller, controller.main, subject)
-    return replace(verdict, problems=(*subject.problems, *_problems(verdict, subject)))
+    problems = (*subject.problems, *_problems(verdict, subject))
+    return replace(verdict, is_short_of_writes=subject.engine.failed > 0, problems=problems)
 
 
 def weigh_process(verdict: Verdict) -> Verdict:

@@ -151,7 +151,7 @@ def _notes(enabled: EnabledModel) -> Iterator[str]:
     if enabled.misplaced:
         yield enabled.misplaced
     if here.options.n_tensors == 0:
-        yield "NOTHING IS SWAPPED: n_tensors=0 turns the engine off"
+        yield "NO SAVED TENSOR IS SWAPPED: n_tensors=0"
     elif counts.steps == 0 and enabled.left_to_checkpoint:
         yield (
             "NOTHING WAS SWAPPED: the whole model runs inside torch.utils.checkpoint, which saves only its input; "

@@ -77,6 +77,8 @@ class Verdict:
         If no plan stays within the limit: the limit, and the smallest possible one.
     reason : str
         Why nothing is swapped or planned; empty if something is.
+    is_short_of_writes : bool
+        Whether tensors that were to be swapped stayed, because writing them failed.
     problems : tuple of str
         Problems of the planned steps.
     process_bytes, process_bytes_peak : int or None
@@ -112,6 +114,7 @@ class Verdict:
     limit_bytes: int | None = None
     least_limit_bytes: int | None = None
     reason: str = ""
+    is_short_of_writes: bool = False
     problems: tuple[str, ...] = ()
     process_bytes: int | None = None
     process_bytes_peak: int | None = None
@@ -139,7 +142,7 @@ class Verdict:
     def memory(self) -> str:
         """Return the line on memory: activations and the whole step, with and without offload."""
         if self.kind == "off":
-            return "as without offload"
+            return "activations as without offload"
         found, is_measured = self.activation_bytes, self.activation_bytes is not None
         if found is None:
             found = self.activation_bytes_planned
@@ -159,7 +162,7 @@ class Verdict:
     def time(self) -> str:
         """Return the line on time: measured, predicted, and approximately without offload."""
         if self.kind == "off":
-            return "as without offload"
+            return "not measured: n_tensors=0 needs no plan"
         measured, predicted, compute = self.step_seconds, self.step_seconds_planned, self.compute_seconds
         words = self.seconds_in_words()
         if measured is not None:
@@ -194,14 +197,15 @@ class Verdict:
             least = round_up_bytes(self.least_limit_bytes)
             yield f'refused: no plan keeps {format_bytes(self.limit_bytes)}; write memory_limit="{least}" or more'
         elif self.kind == "off":
-            yield "off: n_tensors=0 swaps nothing"
+            yield "off: n_tensors=0 swaps no saved tensor"
         elif self.kind == "no step":
             yield "no training step has run yet"
         else:
             yield f"{self.kind}: {self.reason}"
 
     def _swapped(self) -> str:
-        moved = f"{self.tensors_swapped} of {self.tensors} tensors swapped"
+        chosen = "to be swapped" if self.is_short_of_writes else "swapped"
+        moved = f"{self.tensors_swapped} of {self.tensors} tensors {chosen}"
         if self.tensors_recomputed:
             moved += f", {self.tensors_recomputed} recomputed"
             moved += f" in {format_seconds(self.recompute_seconds)} a step" if self.recompute_seconds >= _SHORT else ""

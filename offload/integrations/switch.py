@@ -20,6 +20,7 @@ from offload.diagnostics.report import Report
 from offload.handle import Session
 from offload.runtime.weak import run_pending_callbacks
 from offload.session import enable, session_of
+from offload.torch_compat.optimizers import has_own_hooks
 
 log = logging.getLogger("offload")
 
@@ -127,8 +128,7 @@ class Switch:
 
 
 def _unwrapped(optimizer: Any) -> Any:
-    is_wrapper = not hasattr(optimizer, "_optimizer_step_pre_hooks")
-    return getattr(optimizer, "optimizer", optimizer) if is_wrapper else optimizer
+    return optimizer if has_own_hooks(optimizer) else getattr(optimizer, "optimizer", optimizer)
 
 
 class CallWrapper:

@@ -90,5 +90,9 @@ class FreedGradient(Tensor):
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"FreedGradient(shape={list(self.shape)})"
 
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """Return a storage without bytes: torch.compile, torch.export and `share_memory` ask for it, and read none."""
+        return torch.UntypedStorage(0, device=self.device)  # type: ignore[no-untyped-call]
+
     # Ways to its memory that bypass the dispatcher.
-    __array__ = __deepcopy__ = __dlpack__ = __reduce_ex__ = data_ptr = numpy = tolist = untyped_storage = _refuse
+    __array__ = __deepcopy__ = __dlpack__ = __reduce_ex__ = data_ptr = numpy = tolist = _refuse

@@ -22,6 +22,7 @@ from offload.torch_compat.tensors import forbid_writes, storage_identity
 __all__ = [
     "allow_foreach",
     "choose_foreach_for",
+    "has_own_hooks",
     "holds_alone",
     "is_called_by_state_dict",
     "is_in_shared_memory",
@@ -53,6 +54,11 @@ def step_behind_hooks(optimizer: Optimizer) -> Callable[..., Any]:
             return running
         frame = frame.f_back
     return _without_hooks(type(optimizer).step)  # no hook is running, or it was called from compiled code
+
+
+def has_own_hooks(optimizer: object) -> bool:
+    """Return whether an optimizer has step hooks of its own. A wrapper has none, or returns those of its optimizer."""
+    return "_optimizer_step_pre_hooks" in getattr(optimizer, "__dict__", ())
 
 
 def _without_hooks(step: Any) -> Callable[..., Any]:

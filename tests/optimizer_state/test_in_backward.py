@@ -237,6 +237,51 @@ def test_a_compiled_model(backend, tmp_path):
     on.off()
 
 
+@pytest.mark.parametrize("where", ["whole", "block", "forward"])
+def test_compiled_and_exported_while_gradients_are_gone(where, tmp_path):
+    """What compiles describes each parameter with its `grad`: here in the evaluation between `step` and `zero_grad`."""
+
+    def run(on):
+        model = make_model()
+        torch.compiler.reset()
+        compiled = model
+        if where == "whole":
+            compiled = torch.compile(model, backend="aot_eager")
+        elif where == "block":
+            model[0] = torch.compile(model[0], backend="aot_eager")
+        else:
+            model[0].forward = torch.compile(model[0].forward, backend="aot_eager")
+        optimizer = AdamW(model.parameters())
+        on(compiled, optimizer)
+        said = []
+        for number in range(4):
+            optimizer.zero_grad()
+            loss_of(compiled, number).backward()
+            optimizer.step()
+            with torch.no_grad():
+                said.append(loss_of(compiled, number))
+        return everything(model, optimizer), said
+
+    plain, stepped, on = both(run, tmp_path, **IN_BACKWARD)
+    assert_equal(stepped, plain)
+    on.off()
+
+
+def test_exported_and_shared_while_gradients_are_gone(tmp_path):
+    model = make_model()
+    optimizer = AdamW(model.parameters())
+    handle = offload.enable(model, optimizer=optimizer, n_tensors=0, spill_dir=tmp_path, **IN_BACKWARD)
+    train(model, optimizer, 2)
+    assert type(model[0].weight.grad).__name__ == "FreedGradient"
+    x = torch.randn(16, 60)
+    expected = model(x)
+    for _ in range(2):
+        assert torch.equal(torch.export.export(model, (x,)).module()(x), expected)
+        handle.disable()
+    model.share_memory()
+    assert model[0].weight.is_shared()
+
+
 def test_a_module_is_moved_with_gradients_that_are_gone(tmp_path):
     plain, stepped = make_model(), make_model()
     for model, asked in ((plain, None), (stepped, IN_BACKWARD)):

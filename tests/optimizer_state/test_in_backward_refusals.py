@@ -366,7 +366,6 @@ USES = {
     "compare": lambda gone: torch.equal(gone, gone),
     "list": lambda gone: gone.tolist(),
     "address": lambda gone: gone.data_ptr(),
-    "storage": lambda gone: gone.untyped_storage(),
     "copy": copy.deepcopy,
     "pickle": pickle.dumps,
 }
