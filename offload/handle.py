@@ -341,7 +341,7 @@ class Session:
         self.disable()
 
     def __reduce_ex__(self, _protocol: Any) -> Any:  # for copy and pickle
-        raise TypeError("a session belongs to one model; copy or save the model, and call offload.enable on the result")
+        raise TypeError("a session cannot be copied or saved: keep it out of modules, and enable the copied model")
 
     def __repr__(self) -> str:
         model = self._enabled.model

@@ -146,7 +146,7 @@ def _check_n_tensors(n_tensors: object) -> int | None:
 
 def _check_lookahead(lb: object) -> int | None:
     lb = own_number(lb)
-    if lb == "auto":
+    if isinstance(lb, str) and lb == "auto":
         return None
     if lb is None:
         return LOOKAHEAD_NODES_DEFAULT
@@ -291,11 +291,12 @@ def _read(path: str | Path) -> str:
 def _check_spill_dir(device: torch.device, spill_dir: str | os.PathLike[str] | None) -> str:
     if spill_dir is None:
         return default_spill_dir() if device.type == "cpu" else ""
-    if not isinstance(spill_dir, str | os.PathLike):
+    name = os.fspath(spill_dir) if isinstance(spill_dir, os.PathLike) else spill_dir
+    if not isinstance(name, str):
         raise ValueError(f"spill_dir takes the path of a folder, not {spill_dir!r}")
-    if not os.fspath(spill_dir):
+    if not name:
         raise ValueError("spill_dir is empty; name a folder, or leave it out")
-    path = Path(spill_dir)
+    path = Path(name)
     if not path.exists():
         raise FileNotFoundError(2, "spill_dir does not exist; create it, or name another folder", str(path))
     if not path.is_dir():

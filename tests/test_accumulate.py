@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
@@ -277,3 +278,13 @@ def test_a_copy_or_a_pickle_of_one_with_a_scheduler_steps_itself():
         optimizer.step()
         assert torch.equal(each, torch.full((2,), 0.5))
     assert torch.equal(parameter, torch.ones(2))
+
+
+def test_counts_may_be_numbers_of_numpy():
+    parameter = nn.Parameter(torch.ones(2))
+    accumulator = offload.contrib.GradAccumulator(torch.optim.SGD([parameter], lr=0.5), steps=numpy.int64(2))
+    for _ in range(2):
+        accumulator.scale(parameter.sum(), items=numpy.int64(4)).backward()
+        accumulator.step()
+    assert accumulator.stepped
+    assert torch.equal(parameter, torch.full((2,), 0.5))

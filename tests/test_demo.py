@@ -328,8 +328,9 @@ def test_a_contestant_that_fails_ends_the_demo_with_its_words(tmp_path: Path) ->
 def test_bad_options_are_refused_before_anything_runs(capsys: pytest.CaptureFixture[str]) -> None:
     assert demo.main(["--steps", "1"]) == 2
     assert "--steps 1: the first step is not timed; give 2 or more" in capsys.readouterr().err
-    assert demo.main(["--seed", str(1 << 63)]) == 2
-    assert f"--seed {1 << 63}: give 0 or more, and less than 2 to the power of 63" in capsys.readouterr().err
+    for seed in (-1, 1 << 63):
+        assert demo.main(["--seed", str(seed)]) == 2
+        assert f"--seed {seed}: give 0 or more, and less than 2 to the power of 63" in capsys.readouterr().err
     with pytest.raises(SystemExit, match="2"):
         demo.main(["--html", "/no/such/folder/x.html"])
     assert "/no/such/folder/x.html: its folder does not exist" in capsys.readouterr().err

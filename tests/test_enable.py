@@ -51,7 +51,7 @@ def test_disable_twice_and_of_a_plain_model():
 @pytest.mark.parametrize("use", [copy.deepcopy, copy.copy, pickle.dumps])
 def test_handle_cannot_be_copied_or_pickled(use):
     handle = offload.enable(Net())
-    with pytest.raises(TypeError, match="a session belongs to one model; copy or save the model, and call"):
+    with pytest.raises(TypeError, match="a session cannot be copied or saved: keep it out of modules"):
         use(handle)
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import offload
+from offload.capacity.optimizer_step import watching_optimizers
 from offload.plan import least_feasible_limit, unswapped_bytes
 from offload.plan.rescale import in_proportion, largest_batch, on_a_line, retimed
 from offload.plan.trace import Link, Node, Recompute, SavedTensor, Trace
@@ -217,14 +218,43 @@ class Unsteppable(torch.optim.SGD):
 
 def test_a_step_that_raises_leaves_no_profiler_on() -> None:
     model = nn.Linear(WIDTH, WIDTH)
-    optimizer = Unsteppable(model.parameters())
-    hooked = Unsteppable.step
-    Unsteppable.step = torch.optim.Optimizer.profile_hook_step(hooked)  # type: ignore[method-assign]
-    try:
+    with pytest.raises(ArithmeticError):
+        offload.fit(model, pairs, memory="64MiB", batch=64, optimizer=Unsteppable(model.parameters()))
+    assert not torch.autograd._profiler_enabled()
+
+
+def test_a_step_after_one_that_raised_is_counted() -> None:
+    model = nn.Linear(WIDTH, WIDTH)
+    failing, other = Unsteppable(model.parameters()), torch.optim.Adam(model.parameters())
+    with watching_optimizers() as watch:
+        watch.listen()
+        model(pairs(8)).sum().backward()
         with pytest.raises(ArithmeticError):
-            offload.fit(model, pairs, memory="64MiB", batch=64, optimizer=optimizer)
-    finally:
-        Unsteppable.step = hooked  # type: ignore[method-assign]
+            failing.step()
+        other.step()
+        assert not torch.autograd._profiler_enabled()
+    assert watch.is_incomplete
+    assert watch.peak_bytes > 3 * sum(parameter.nbytes for parameter in model.parameters())
+
+
+class Around(torch.optim.SGD):
+    """Steps another optimizer within its step."""
+
+    inner: torch.optim.Optimizer
+
+    def step(self, closure: Any = None) -> None:
+        self.inner.step()
+
+
+def test_an_optimizer_that_steps_another_one_is_not_counted() -> None:
+    model = nn.Linear(WIDTH, WIDTH)
+    outer = Around(model.parameters())
+    outer.inner = torch.optim.Adam(model.parameters())
+    with watching_optimizers() as watch:
+        watch.listen()
+        model(pairs(8)).sum().backward()
+        outer.step()
+    assert watch.is_incomplete
     assert not torch.autograd._profiler_enabled()
 
 

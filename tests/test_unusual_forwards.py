@@ -8,6 +8,7 @@ import pytest
 import torch
 from forked_python import run_python
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import offload
 from offload.control.signature import signature_of
@@ -372,6 +373,8 @@ def test_nested_inputs_of_the_same_lengths_are_one_kind_of_step():
     longer = torch.nested.nested_tensor([torch.ones(rows, 4) for rows in (3, 6)], layout=torch.jagged)
     signatures = [signature_of((each,), {}, "cpu")[0] for each in (first, second, longer)]
     assert signatures[0] == signatures[1] != signatures[2]
+    uneven = torch.nested.nested_tensor([torch.ones(rows, 4) for rows in (1, 7)], layout=torch.jagged)
+    assert signature_of((uneven,), {}, "cpu")[0] != signatures[0], "padded, it needs more memory"
     assert signatures[0].is_within(signatures[2])
     assert not signatures[2].is_within(signatures[0])
 
@@ -381,3 +384,25 @@ def test_nested_inputs_with_more_components_are_another_kind():
     fewer, more = (signature_of((torch.nested.nested_tensor(rows),), {}, "cpu")[0] for rows in (two, three))
     assert not fewer.is_within(more)
     assert not more.is_within(fewer)
+
+
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=["strided", "jagged"])
+def test_nested_inputs_made_in_inference_mode_are_read(layout):
+    with torch.inference_mode():
+        x = torch.nested.nested_tensor([torch.ones(rows, 4) for rows in (3, 5)], layout=layout)
+    with Reads() as reads:
+        signature, _ = signature_of((x,), {}, "cpu")
+    assert signature.shapes[0] == ((3, 4) if layout == torch.strided else (8, 4))
+    assert not {"detach", "unbind", "values"} & set(reads.names), "the program's mode sees no work on its components"
+
+
+class Reads(TorchDispatchMode):
+    """Notes the operators that run."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))

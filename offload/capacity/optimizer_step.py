@@ -133,7 +133,7 @@ class OptimizerWatch:
         self._abandon()
 
     def _abandon(self) -> None:
-        """End the profile of a step that has raised an exception: torch calls no post-hook then."""
+        """End the profile of a step that has not ended: it raised an exception, or another step begins within it."""
         profile, self._profile = self._profile, None
         if profile is not None:
             profile.stop()

@@ -13,6 +13,8 @@ from torch.amp.grad_scaler import GradScaler
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 
+from offload.units import own_number
+
 
 class GradAccumulator(Optimizer):
     """Wraps an optimizer and steps it only at every N-th call of `step`.
@@ -73,12 +75,13 @@ class GradAccumulator(Optimizer):
             raise ValueError("the optimizer is a GradAccumulator already; wrap the optimizer once, with steps=N")
         if not isinstance(optimizer, Optimizer):
             raise ValueError(f"GradAccumulator takes a torch.optim.Optimizer, not {type(optimizer).__name__}")
-        if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+        count = own_number(steps)
+        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
             raise ValueError(f"steps must be a count of batches, at least 1, not {steps!r}; 1 accumulates nothing")
         if max_norm is not None and not max_norm > 0:
             raise ValueError(f"max_norm must be positive, not {max_norm!r}; leave it out to clip nothing")
         self.optimizer = optimizer
-        self.steps = steps
+        self.steps = count
         self.max_norm = max_norm
         self.scaler = scaler
         self.grad_norm: Tensor | None = None
@@ -105,7 +108,8 @@ class GradAccumulator(Optimizer):
         ValueError, RuntimeError
             `items` is not a positive integer, or `scale` was already called before this `step`.
         """
-        if isinstance(items, bool) or not isinstance(items, int) or items < 1:
+        count = own_number(items)
+        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
             raise ValueError(
                 f"items must be the number of items that the loss is the mean of, at least 1, not {items!r}"
             )
@@ -115,10 +119,10 @@ class GradAccumulator(Optimizer):
                 "that failed call reset()"
             )
         if not self._items:
-            self._items_expected = items * self.steps
-        self._items += items
+            self._items_expected = count * self.steps
+        self._items += count
         self._is_scaled = True
-        share = loss * (items / self._items_expected)
+        share = loss * (count / self._items_expected)
         return share if self.scaler is None else self.scaler.scale(share)
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]

@@ -32,8 +32,7 @@ class Signature(NamedTuple):
         Shapes of the tensors among the inputs, in elements; those in it for a nested tensor.
     kinds
         Dtypes of these tensors, and whether they require gradients; of a nested tensor, its layout and the number of
-        shapes in it too; the bools and Nones among the inputs; whether
-        autocast is on; the dispatch modes that are on.
+        shapes in it too; the bools and Nones among the inputs; whether autocast is on; the dispatch modes that are on.
     input_bytes
         Bytes of the input tensors; memory that several of them share counts once.
     """

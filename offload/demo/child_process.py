@@ -1,4 +1,7 @@
-"""A child process that ends with its parent: killed when the parent is told to end, or raises."""
+"""A child process that ends with its parent: killed when the parent is told to end, or raises.
+
+`offload demo` trains in such processes.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +20,8 @@ def child_process(
 ) -> Iterator[subprocess.Popen[str]]:
     """Start a process, whose standard output is a pipe of text, and kill it if the block raises.
 
-    In the block SIGTERM raises SystemExit. While the process is being started, this waits: nothing could kill a process
-    that `Popen` has not returned.
+    In the block, and only there, SIGTERM raises SystemExit. While the process is being started, this waits: nothing
+    could kill a process that `Popen` has not returned.
 
     Raises
     ------
@@ -46,3 +49,5 @@ def child_process(
                 raise
     finally:
         signal.signal(signal.SIGTERM, before)
+        if starting and told_to_end:  # the process could not be started either
+            sys.exit(128 + signal.SIGTERM)

@@ -100,7 +100,10 @@ class StateCounts(_MovedCounts):
         if self.failed:
             yield f"{self.failed} tensors of optimizer state stayed because writing them failed: {self.failure}"
         if self.held:
-            yield f"{self.held} tensors of optimizer state stay because other code holds them, or views of them"
+            yield (
+                f"{self.held} tensors of optimizer state stay because other code holds them, or views of them; if it "
+                "is the dictionary of a checkpoint, free it"
+            )
         if self.whole_steps:
             yield (
                 f"all state of {self.optimizer} was in memory during {self.whole_steps} of {self.steps} steps: "

@@ -57,7 +57,7 @@ def step_behind_hooks(optimizer: Optimizer) -> Callable[..., Any]:
 
 
 def has_own_hooks(optimizer: object) -> bool:
-    """Return whether an optimizer has step hooks of its own. A wrapper has none, or returns those of its optimizer."""
+    """Return whether an optimizer has step hooks of its own. A wrapper has none, or passes on its optimizer's."""
     return "_optimizer_step_pre_hooks" in getattr(optimizer, "__dict__", ())
 
 

@@ -58,19 +58,27 @@ _is_wrapped: Callable[[torch.Tensor], bool] = torch._C._functorch.is_functorch_w
 def has_own_bytes(tensor: torch.Tensor) -> bool:
     """Return whether a tensor has bytes of its own, and a shape.
 
-    A tensor that functorch wraps and a zero tensor without memory have no bytes. A nested tensor has no shape.
+    A tensor that functorch wraps and a zero tensor without memory have no bytes. A nested tensor has no shape, or one
+    with a symbol in it.
     """
     return not (tensor._is_zerotensor() or _is_wrapped(tensor) or tensor.is_nested)
 
 
 def shapes_in_nested(tensor: torch.Tensor) -> list[tuple[int, ...]]:
-    """Return the shapes in a nested tensor: of each component, or of the packed values and the offsets if it is jagged.
+    """Return what a step with a nested tensor depends on: the shapes of its components.
 
-    A jagged tensor has a shape of its own, but with a symbol in it that is new in every tensor.
+    If it is jagged: the shapes of its packed values and offsets, and the length of its longest component as one more
+    shape, unless reading it would have to wait for the device. (The shape of a jagged tensor has a symbol in it that is
+    new in every tensor.) It is read without operators of autograd, which inference tensors do not allow.
     """
-    nested: Any = tensor.detach()
-    parts = (nested.values(), nested.offsets()) if nested.layout == torch.jagged else nested.unbind()
-    return [tuple(part.shape) for part in parts]
+    nested: Any = tensor
+    if tensor.layout != torch.jagged:
+        return [tuple(sizes) for sizes in nested._nested_tensor_size().tolist()]
+    values, offsets = nested._values, nested._offsets
+    longest = getattr(nested, "_maybe_max_seqlen", None)
+    if longest is None and offsets.device.type == "cpu":
+        longest = int(offsets.diff().max()) if offsets.numel() > 1 else 0
+    return [tuple(values.shape), tuple(offsets.shape), *([] if longest is None else [(longest,)])]
 
 
 @cache

@@ -238,7 +238,7 @@ def test_a_compiled_model(backend, tmp_path):
 
 
 @pytest.mark.parametrize("where", ["whole", "block", "forward"])
-def test_compiled_and_exported_while_gradients_are_gone(where, tmp_path):
+def test_compiled_while_gradients_are_gone(where, tmp_path):
     """What compiles describes each parameter with its `grad`: here in the evaluation between `step` and `zero_grad`."""
 
     def run(on):
@@ -278,6 +278,7 @@ def test_exported_and_shared_while_gradients_are_gone(tmp_path):
     for _ in range(2):
         assert torch.equal(torch.export.export(model, (x,)).module()(x), expected)
         handle.disable()
+    assert type(model[0].weight.grad).__name__ == "FreedGradient"
     model.share_memory()
     assert model[0].weight.is_shared()
 

@@ -378,3 +378,8 @@ def test_any_use_of_a_gradient_that_is_gone_is_an_error(use):
         USES[use](gone)
     assert repr(gone) == str(gone) == "FreedGradient(shape=[3, 4])"
     assert (gone.shape, gone.dtype, gone.is_sparse, gone.requires_grad) == ((3, 4), torch.float32, False, False)
+
+
+def test_the_storage_of_a_gradient_that_is_gone_has_no_bytes():
+    storage = freed_gradient.FreedGradient(torch.ones(3, 4)).untyped_storage()
+    assert (storage.nbytes(), storage.device.type) == (0, "cpu")
