@@ -218,7 +218,8 @@ def check_optimizers(
     for each in given:
         if not isinstance(each, Optimizer) or not has_own_hooks(each):
             inner = " Write optimizer=optimizer.optimizer." if hasattr(each, "optimizer") else ""
-            raise ValueError(f"optimizer takes a torch.optim.Optimizer, or a list of them, not {each!r}.{inner}")
+            shown = type(each).__name__ if isinstance(each, Optimizer) else repr(each)
+            raise ValueError(f"optimizer takes a torch.optim.Optimizer, or a list of them, not {shown}.{inner}")
         if not any(id(parameter) in own for group in each.param_groups for parameter in group["params"]):
             raise ValueError(
                 f"optimizer: {type(each).__name__} has no parameter of this model; create it from "

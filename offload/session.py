@@ -71,7 +71,8 @@ def enable(
         0.05 if no other goal is given. With `memory_limit`, both apply. If no plan meets both, the fastest plan within
         `memory_limit` is used, with a warning.
     n_tensors
-        Manual mode: number of storages to swap per step, longest-lived first. −1 swaps all, 0 disables offload.
+        Manual mode: number of storages to swap per step, longest-lived first. −1 swaps all, 0 no saved tensor. The
+        first step of each shape swaps all of them, to learn their order.
     lb
         With `n_tensors`: each prefetch starts this many backward nodes (at least 1) before the tensor is used; 4 if not
         given. ``"auto"``: the first step is profiled, and each prefetch starts as late as possible without a stall.

@@ -273,6 +273,11 @@ def test_optimizers_that_cannot_be_stepped(make_optimizer: Any, message: str) ->
         offload.fit(model, pairs, memory="64MiB", batch=64, optimizer=optimizer)
 
 
+def test_a_loss_that_is_no_tensor() -> None:
+    with pytest.raises(ValueError, match="loss returned a int, not a tensor"):
+        offload.fit(nn.Linear(WIDTH, WIDTH), pairs, memory="64MiB", batch=64, loss=lambda model, batch: 3)
+
+
 @pytest.mark.parametrize("device", [None, "12GiB,12GB/s,40TFLOP/s"])
 def test_random_generators_are_as_they_were(device: str | None) -> None:
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU())

@@ -118,7 +118,7 @@ def _check_batch(batch: object) -> int:
 def _check_optimizer(optimizer: object) -> None:
     if not isinstance(optimizer, torch.optim.Optimizer) or not has_own_hooks(optimizer):
         inner = " Write optimizer=optimizer.optimizer." if hasattr(optimizer, "optimizer") else ""
-        raise ValueError(f"offload.fit takes one torch.optim.Optimizer, not {optimizer!r}.{inner}")
+        raise ValueError(f"offload.fit takes one torch.optim.Optimizer, not a {type(optimizer).__name__}.{inner}")
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is closure.empty:
         name = type(optimizer).__name__
@@ -198,6 +198,8 @@ def _step(
 ) -> None:
     with handle.step():
         value = own_loss(called(model, inputs)) if loss is None else loss(model, inputs)
+    if not isinstance(value, Tensor):
+        raise ValueError(f"loss returned a {type(value).__name__}, not a tensor; return what backward is called on")
     value.backward()  # type: ignore[no-untyped-call]
     del value
     if optimizer is not None:

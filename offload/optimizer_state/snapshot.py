@@ -63,10 +63,11 @@ class Snapshot:
     def put(self, state: dict[Any, Any], name: Any, tensor: Tensor) -> None:
         """Copy a tensor into the file; `end` sets `state[name]`.
 
-        `state[name]` is set to the tensor itself if its memory has gaps, or if it cannot be written.
+        `state[name]` is set to the tensor itself if its memory has gaps, if it cannot be written, or if the file has no
+        room for it, because another thread has added state since the space was counted.
         """
         state[name], finished, tensor = tensor, sharded_like(tensor), local_of(tensor)
-        if not _is_dense(tensor):
+        if not _is_dense(tensor) or self._used + self.space_for(tensor.nbytes) > self._nbytes:
             return
         try:
             self._write(tensor)

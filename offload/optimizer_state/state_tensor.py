@@ -13,7 +13,7 @@ from offload.runtime.engine import Engine, has_storage
 from offload.torch_compat.optimizers import is_in_shared_memory, nan_like
 from offload.torch_compat.tensors import has_own_bytes, local_of, sharded_like
 
-__all__ = ["StateTensor", "is_movable", "largest_state_bytes"]
+__all__ = ["StateTensor", "cloned", "is_movable", "largest_state_bytes"]
 
 
 def is_movable(value: object, device: torch.device, min_nbytes: int) -> bool:
@@ -32,6 +32,12 @@ def is_movable(value: object, device: torch.device, min_nbytes: int) -> bool:
         and not (value.requires_grad or value.is_inference() or is_in_shared_memory(value))
         and has_own_bytes(value)
     )
+
+
+def cloned(tensor: Tensor) -> Tensor:
+    """Return a copy of a tensor of any layout, with its strides."""
+    is_strided = tensor.layout is torch.strided
+    return tensor.clone(memory_format=torch.preserve_format) if is_strided else tensor.clone()
 
 
 def largest_state_bytes(optimizer: torch.optim.Optimizer) -> int:

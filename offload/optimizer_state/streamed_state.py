@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import sys
+import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, ItemsView, Iterator, ValuesView
 from contextlib import closing, nullcontext
@@ -18,7 +19,7 @@ from torch import Tensor
 from offload import _core
 from offload.optimizer_state.loading import convert
 from offload.optimizer_state.snapshot import Snapshot
-from offload.optimizer_state.state_tensor import StateTensor, is_movable
+from offload.optimizer_state.state_tensor import StateTensor, cloned, is_movable
 from offload.runtime.engine import REFUSALS, Engine
 from offload.runtime.unreadable import UnreadableError
 from offload.torch_compat.optimizers import holds_alone, is_called_by_state_dict
@@ -38,11 +39,6 @@ ASKED_BYTES = 64 << 20
 
 class OptimizerStateError(UnreadableError):
     """Optimizer state could not be read back; load it from the latest checkpoint. `parameter`: the parameter's name."""
-
-
-def _clone(tensor: Tensor) -> Tensor:
-    is_strided = tensor.layout is torch.strided
-    return tensor.clone(memory_format=torch.preserve_format) if is_strided else tensor.clone()
 
 
 _SAMPLE = {"": torch.empty(0)}
@@ -81,14 +77,14 @@ class StreamedState(defaultdict[Any, State]):
         self, state: dict[Any, State], engine: Engine, min_nbytes: int, name_of: Callable[[Tensor], str]
     ) -> None:
         super().__init__(dict, state)
+        self._lock = threading.RLock()  # another thread, or a signal handler in this one, may copy the state meanwhile
         self.engine = engine
         self.is_moved = True
         self.tensors: dict[Any, list[StateTensor]] = {}
         self._away_nbytes: int | None = 0  # None: out of date, because state has left or come back
         self.held: dict[Any, int] = {}  # by key: number of tensors that stay because other code holds them
         self._asked: dict[Any, int] = {}  # by key: bytes that the program has read or set, oldest first
-        self.refused = 0  # how often the copy-out of a tensor could not start
-        self.refusal = ""
+        self.refused, self.refusal = 0, ""  # how often the copy-out of a tensor could not start, and the latest reason
         self._min_nbytes = min_nbytes
         self._name_of = name_of
 
@@ -116,6 +112,10 @@ class StreamedState(defaultdict[Any, State]):
 
         `need` is the spill priority: blocks with a larger one go to disk sooner.
         """
+        with self._lock:
+            return self._leave(key, need)
+
+    def _leave(self, key: Any, need: int) -> int:
         state = self.peek(key)
         convert(key, state)
         self._away_nbytes = None
@@ -184,7 +184,7 @@ class StreamedState(defaultdict[Any, State]):
             state = found if isinstance(found, dict) else {}
             for name, value in state.items():
                 if is_movable(value, self.engine.device, self._min_nbytes):
-                    made = copies[id(value)][1] if id(value) in copies else _clone(value)
+                    made = copies[id(value)][1] if id(value) in copies else cloned(value)
                     if places[id(value)] > 1:
                         copies[id(value)] = value, made
                     state[name] = made
@@ -193,12 +193,14 @@ class StreamedState(defaultdict[Any, State]):
 
     def begin(self, key: Any) -> int:
         """Start the copy-ins of one parameter's state. Returns the bytes."""
-        return sum(each.nbytes for each in self.tensors.get(key, ()) if each.begin())
+        with self._lock:
+            return sum(each.nbytes for each in self.tensors.get(key, ()) if each.begin())
 
     def abandon(self, key: Any) -> None:
         """Free the memory of copy-ins that are no longer needed."""
-        for each in self.tensors.get(key, ()):
-            each.abandon()
+        with self._lock:
+            for each in self.tensors.get(key, ()):
+                each.abandon()
 
     def fetch(self, key: Any) -> int:
         """Bring one parameter's state into memory. Returns the bytes that were away.
@@ -209,12 +211,13 @@ class StreamedState(defaultdict[Any, State]):
             A tensor could not be read. It and the tensors after it are still away.
         """
         nbytes = 0
-        convert(key, self.peek(key))
-        for each in self.tensors.get(key, ()):
-            if each.is_away:
-                self._read(key, each, each.bring)
-                nbytes += each.nbytes
-                self._away_nbytes = None
+        with self._lock:
+            convert(key, self.peek(key))
+            for each in self.tensors.get(key, ()):
+                if each.is_away:
+                    self._read(key, each, each.bring)
+                    nbytes += each.nbytes
+                    self._away_nbytes = None
         return nbytes
 
     def _read(self, key: Any, each: StateTensor, read: Callable[[], Any]) -> Any:
@@ -256,20 +259,21 @@ class StreamedState(defaultdict[Any, State]):
         copies: dict[int, Tensor] = {}  # a tensor in several places becomes one copy in these places
         once = self._movable_once() if snapshot is not None else ()
         for key, state in dict.items(self):
-            convert(key, state)
             result[key] = {} if isinstance(state, dict) else state
-            known = {id(each.tensor): each for each in self.tensors.get(key, ())}
-            for name, value in state.items() if isinstance(state, dict) else ():
-                each = known.get(id(value))
-                if each is not None:
-                    value = self._read(key, each, each.copy)
-                    value = value.cpu() if to_host and value is local_of(value) else value
-                if snapshot is not None and (each is not None or id(value) in once):
-                    snapshot.put(result[key], name, value)
-                    continue
-                if each is None and isinstance(value, Tensor):
-                    value = copies[id(value)] = copies[id(value)] if id(value) in copies else _clone(value)
-                result[key][name] = value
+            with self._lock:
+                convert(key, state)
+                known = {id(each.tensor): each for each in self.tensors.get(key, ())}
+                for name, value in state.items() if isinstance(state, dict) else ():
+                    each = known.get(id(value))
+                    if each is not None:
+                        value = self._read(key, each, each.copy)
+                        value = value.cpu() if to_host and value is local_of(value) else value
+                    if snapshot is not None and (each is not None or id(value) in once):
+                        snapshot.put(result[key], name, value)
+                        continue
+                    if each is None and isinstance(value, Tensor):
+                        value = copies[id(value)] = copies[id(value)] if id(value) in copies else cloned(value)
+                    result[key][name] = value
         return result
 
     def _movable_once(self) -> dict[int, int]:

@@ -27,6 +27,7 @@ from offload.torch_compat.overrides import (
     OF_THE_LAYOUT,
     OF_THE_OBJECT,
     SETS_DATA,
+    WITHOUT_GRAPH,
     alias_of,
     call_without_overrides,
     is_held_alone,
@@ -141,8 +142,9 @@ def _accessed(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     try:
         aliases: dict[int, tuple[Tensor, Tensor]] = {}
         trained = [(parameter, record) for parameter, record in moved if requires_grad_of(parameter)]
+        needs_itself = _changes_object(func) or (torch.is_grad_enabled() and func not in WITHOUT_GRAPH)
         for parameter, record in moved:
-            is_trained = requires_grad_of(parameter)
+            is_trained = needs_itself and requires_grad_of(parameter)
             try:
                 record.window.acquire(parameter, record, user, plain=is_trained)
             except _core.SpillError:
@@ -153,17 +155,18 @@ def _accessed(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
             record.is_address_given |= func in GIVES_ADDRESS
             if not is_trained:
                 aliases[id(parameter)] = parameter, alias_of(parameter)
-        with trained[0][1].window.saving() if trained else nullcontext():
+        with trained[0][1].window.saving() if trained and needs_itself else nullcontext():
             if _changes_object(func):
                 return call_without_overrides(func, (), args, kwargs)
-            if trained and torch.is_grad_enabled() and hooks_forbidden_reason() is not None:
+            if trained and needs_itself and torch.is_grad_enabled() and hooks_forbidden_reason() is not None:
                 # Without hooks the graph would save the parameter, whose memory may leave before backward. So the
                 # function gets a view: as long as the view exists, the memory stays.
                 aliases.update({id(each): (each, each.view_as(each)) for each, _ in trained})
             result = func(*_with_aliases(args, aliases), **_with_aliases(kwargs, aliases))
+        same = [parameter for parameter, alias in aliases.values() if alias is result]
+        aliases = {}
         for parameter, record in trained:
             record.is_lent |= not is_held_alone(parameter)
-        same = [parameter for parameter, alias in aliases.values() if alias is result]
         return same[0] if same else result
     finally:
         aliases = {}

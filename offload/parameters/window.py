@@ -208,5 +208,6 @@ class Window:
         is_whole = tensor.shape == record.content.layout.shape
         if record.is_away_in(tensor):
             return SavedParameter(tensor, parameter, record) if is_whole else None
-        is_its_memory = record.is_in_storage(parameter, identity)
-        return SavedParameter(tensor, parameter, record) if is_its_memory and record.is_current_in(parameter) else None
+        if not record.is_in_storage(parameter, identity):
+            return None
+        return SavedParameter(tensor, parameter, record, holds=not record.is_current_in(parameter))

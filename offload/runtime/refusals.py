@@ -108,6 +108,11 @@ def check_devices(devices: set[torch.device]) -> torch.device:
     if len(devices) > 1:
         raise ValueError(f"the model is spread over {named(devices)}; move it to one device before offload.enable")
     (device,) = devices
+    if device.type == "meta":
+        raise ValueError(
+            "the model is on meta, so its parameters have no values; use offload.materialize, or model.to_empty() and "
+            "load_state_dict, before offload.enable"
+        )
     if not is_known(device):
         raise ValueError(f"offload knows cpu and cuda devices, and the model is on {device}; move it with model.to()")
     return device

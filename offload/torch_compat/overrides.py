@@ -19,6 +19,7 @@ __all__ = [
     "OF_THE_LAYOUT",
     "OF_THE_OBJECT",
     "SETS_DATA",
+    "WITHOUT_GRAPH",
     "alias_of",
     "call_without_overrides",
     "is_held_alone",
@@ -114,6 +115,9 @@ OF_THE_OBJECT = frozenset(
 
 # Functions that return strides or offsets. A parameter whose bytes are away has other ones.
 OF_THE_LAYOUT = frozenset(_methods("stride", "is_contiguous", "storage_offset", "dim_order"))
+
+# Functions whose results are in no graph.
+WITHOUT_GRAPH = frozenset(_gets("data") | {Tensor.detach})
 
 # Functions that return memory through which the program can write without a change of the version counter.
 GIVES_MEMORY = frozenset(

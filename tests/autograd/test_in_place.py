@@ -99,6 +99,7 @@ def test_write_after_save_is_the_usual_error(offloaded, function):
     offloaded.compare(run, function)
 
 
+@pytest.mark.finds  # as above
 @pytest.mark.parametrize("detects", [False, True], ids=["usual", "anomaly detection"])
 def test_the_error_names_the_node_and_a_hint_that_helps(offloaded, detects):
     def run(model, step, settle):

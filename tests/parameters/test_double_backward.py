@@ -61,8 +61,8 @@ def test_the_version_is_the_parameters(tmp_path, monkeypatch):
     """A restored tensor has another counter: without the guard, torch's error is raised though nothing has changed."""
     init = SavedParameter.__init__
 
-    def with_the_tensors(self, tensor, parameter, record):
-        init(self, tensor, parameter, record)
+    def with_the_tensors(self, tensor, parameter, record, **given):
+        init(self, tensor, parameter, record, **given)
         self._saved_version = version_of_object(tensor)
 
     monkeypatch.setattr(SavedParameter, "__init__", with_the_tensors)

@@ -5,16 +5,20 @@ A write is right wherever it goes; a read gives true values. Each scenario is a 
 
 import copy
 import io
+import threading
 
 import pytest
 import torch
-from parameters.frozen_rig import WIDTH, assert_away, assert_equal, batch, loss_of
+from parameters.frozen_rig import STEPS, WIDTH, assert_away, assert_equal, batch, loss_of
 from parameters.test_frozen_access import SCENARIOS as FROZEN
 from parameters.test_frozen_access import Product
 from parameters.trained_rig import WAYS, Run, adamw, assert_same
 from some_rows import one_in
 from torch import nn
 from torch.nn import functional as F
+
+from offload.parameters.moved_parameter import MovedParameter
+from offload.parameters.window import Window
 
 SCENARIOS = {}
 
@@ -365,3 +369,42 @@ def test_a_penalty_on_all_of_it_holds_little_at_a_time(tmp_path):
     assert_away(run.model)
     penalty.backward()
     assert_equal([each.grad for each in run.model.parameters()], [2 * each.detach() for each in run.model.parameters()])
+
+
+def test_a_state_dict_leaves_the_class_to_other_threads(tmp_path):
+    """A forward in another thread would not be seen while the parameter has its ordinary class."""
+    run = Run(tmp_path, "alone")
+    run.train(2)
+    kinds, acquire = set(), Window.acquire
+
+    def noted(self, parameter, record, user, *, plain=False):
+        acquire(self, parameter, record, user, plain=plain)
+        kinds.add(type(parameter))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Window, "acquire", noted)
+        state = run.model.state_dict()
+        assert kinds == {MovedParameter}
+        with torch.no_grad():
+            assert all(torch.equal(torch.clone(each), state[name]) for name, each in run.model.named_parameters())
+        assert kinds == {MovedParameter}
+
+
+def test_training_beside_a_thread_that_reads_all_weights(tmp_path):
+    plain, moved = Run(), Run(tmp_path, "alone")
+    stop = threading.Event()
+
+    def read():
+        while not stop.is_set():
+            for each in moved.model.state_dict().values():
+                each.clone()
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    try:
+        found = moved.train(STEPS)
+    finally:
+        stop.set()
+        reader.join()
+    assert_equal(found, plain.train(STEPS))
+    assert_same(moved, plain)

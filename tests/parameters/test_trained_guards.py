@@ -14,6 +14,7 @@ from torch import nn
 import offload
 from offload.optimizer_state import in_backward
 from offload.parameters import moved_parameter, mover, stored_parameter, window
+from offload.parameters.saved_parameter import SavedParameter
 from offload.torch_compat.overrides import unseen
 
 
@@ -81,6 +82,14 @@ GUARDS = {
     "what the graph of a single function saves is known": (
         [(window.Window, "saving", lambda self: contextlib.nullcontext())],
         functools.partial(sees, "a product outside of the model"),
+    ),
+    "a graph holds the memory that the store does not have": (
+        [(window, "SavedParameter", lambda *given, holds=False: None if holds else SavedParameter(*given))],
+        functools.partial(bits, kind=trained_rig.Looks, way="alone"),
+    ),
+    "a read for no graph takes the parameter's class from no other thread": (
+        [(moved_parameter, "WITHOUT_GRAPH", frozenset())],
+        access.test_a_state_dict_leaves_the_class_to_other_threads,
     ),
     "where hooks are forbidden the graph holds the memory": (
         [(moved_parameter, "hooks_forbidden_reason", lambda: None)],
