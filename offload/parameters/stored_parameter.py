@@ -140,18 +140,17 @@ class StoredParameter:
         parameter = self.parameter()
         return parameter is None or not self.is_away_in(parameter)
 
-    def _present(self, parameter: nn.Parameter) -> Tensor | None:
-        """Return a tensor that holds the parameter's memory; None if the parameter is away.
+    def _present(self, parameter: nn.Parameter) -> tuple[Tensor | None, Content]:
+        """Return a tensor that holds the parameter's memory, None if the parameter is away; and its content then.
 
-        A signal handler may run at any point of the loop. It may change the parameter and move it out again, which
-        replaces `self.content`. Then `held` may be the old placeholder, which `is_away_in` does not recognize, so
-        `held` is made again.
+        A signal handler, or another thread, may run at any point. It may change the parameter and move it out again,
+        which replaces `self.content`. Then `held` may be the placeholder of another content, so it is made again.
         """
         while True:
             content = self.content
             held = unseen(alias_of, parameter)
             if content is self.content:
-                return None if self.is_away_in(held) else held
+                return (None if _storage_of(held) == content.placeholder_id else held), content
 
     def bring(self, parameter: nn.Parameter) -> None:
         """Bring the bytes into memory.
@@ -332,9 +331,9 @@ class StoredParameter:
         ParameterError
             The bytes cannot be read.
         """
-        present = self._present(parameter)
+        present, content = self._present(parameter)
         if present is None:
-            return self.read(self.content)
+            return self.read(content)
         return present.clone(memory_format=torch.preserve_format)
 
     def view(
@@ -357,10 +356,9 @@ class StoredParameter:
                 self.window.needed_in_backward(parameter, self)
             self.look(parameter)
             if epoch == self.epoch:
-                present = self._present(parameter)
+                present, content = self._present(parameter)
                 if present is not None:
                     return unseen(_tensor_over, storage_of(present), dtype, offset, size, stride)
-                content = self.content
         storage, begin = self.read_storage(content)
         return unseen(_tensor_over, storage, dtype, begin // dtype.itemsize + offset, size, stride)
 

@@ -40,7 +40,7 @@ def renewed_beside(self, parameter):
 
 def looks_then_takes(self, parameter):
     """As `StoredParameter._present`, but the memory is taken after the look."""
-    return None if self.is_away_in(parameter) else parameter
+    return (None if self.is_away_in(parameter) else parameter), self.content
 
 
 def forgets_at_once(self, parameter):
