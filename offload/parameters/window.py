@@ -210,4 +210,7 @@ class Window:
             return SavedParameter(tensor, parameter, record) if is_whole else None
         if not record.is_in_storage(parameter, identity):
             return None
-        return SavedParameter(tensor, parameter, record, holds=not record.is_current_in(parameter))
+        if record.is_current_in(parameter):
+            return SavedParameter(tensor, parameter, record)
+        # Autograd would save the object, whose memory may leave before backward; a view holds the memory by itself.
+        return SavedParameter(tensor, parameter, record, holds=True) if tensor is parameter else None
