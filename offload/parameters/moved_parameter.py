@@ -118,11 +118,10 @@ def kind_of(parameter: Tensor) -> type[Tensor]:
 def _accessed(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call a function that may use the bytes of moved parameters. They are in memory during the call.
 
-    Instead of a frozen parameter, or of any if the result is in no graph, the function gets a plain tensor with the same
-    memory. A function that changes the
-    parameter as an object gets the parameter itself. A function gets a trained parameter itself too, because the
-    autograd graph must refer to it; the parameter has its ordinary class during the call. If saved-tensor hooks are
-    forbidden, the function gets a view of the trained parameter.
+    Instead of a frozen parameter, or of any if the result is in no graph, the function gets a plain tensor with the
+    same memory. A function that changes the parameter as an object gets the parameter itself. A function gets a trained
+    parameter itself too, because the autograd graph must refer to it; the parameter has its ordinary class during the
+    call. If saved-tensor hooks are forbidden, the function gets a view of the trained parameter.
     """
     first = args[0] if args else None
     if type(first) is MovedParameter and first._offload_stored.is_away_in(first):
