@@ -261,13 +261,12 @@ Owned none_as_null(PyObject* object) { return shared(object == Py_None ? nullptr
 
 int engine_init(PyObject* self, PyObject* args, PyObject* kwargs) {
   static const char* keywords[] = {"store",      "device",      "resident", "unswapped", "in_flight_bytes_max",
-                                   "current_stream", "record_use", "new_storage", "warn",      "freed",
-                                   nullptr};
-  PyObject *store, *device, *resident, *unswapped, *current, *record_use, *new_storage, *warn, *freed;
+                                   "current_stream", "record_use", "new_storage", "warn",      nullptr};
+  PyObject *store, *device, *resident, *unswapped, *current, *record_use, *new_storage, *warn;
   long long in_flight_bytes_max = 0;
-  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOOOLOOOOO:EngineCore", const_cast<char**>(keywords), &store, &device,
+  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOOOLOOOO:EngineCore", const_cast<char**>(keywords), &store, &device,
                                    &resident, &unswapped, &in_flight_bytes_max, &current, &record_use, &new_storage,
-                                   &warn, &freed))
+                                   &warn))
     return -1;
   const bool done = without_exceptions([&] {
     auto books = std::make_shared<Books>();
@@ -281,8 +280,6 @@ int engine_init(PyObject* self, PyObject* args, PyObject* kwargs) {
     books->record_use = none_as_null(record_use);
     books->new_storage = none_as_null(new_storage);
     books->warn = shared(warn);
-    books->freed = Owned(PyWeakref_NewRef(freed, nullptr));  // weak: what it holds refers to the engine
-    if (!books->freed) return;
     as_engine(self)->books = std::move(books);
   });
   return done && !PyErr_Occurred() ? 0 : -1;

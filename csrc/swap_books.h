@@ -58,7 +58,6 @@ struct Books {
   Owned record_use;      // callable that takes a tensor; null on the CPU
   Owned new_storage;     // callable that takes bytes and an address modulo `alignment_bytes`; null: host blocks
   Owned warn;            // callable that takes a message and its argument
-  Owned freed;           // weak reference to the handles of freed graphs whose recomputed tensors Python has to free
   bool is_device_known = false;
   dlpack::Device dlpack_device{};  // the same device for DLPack, if `is_device_known`
   int64_t in_flight_bytes = 0;

@@ -129,13 +129,6 @@ PyObject* pack(SwapHooks& hooks, PyObject* tensor, Owned owner, const dlpack::Te
 
 // -- unpack -----------------------------------------------------------------------------------------------------------
 
-// Returns how many handles of freed graphs Python has not collected yet; −1: a Python error.
-Py_ssize_t freed_graphs(const Books& books) {
-  const Owned freed(PyObject_CallNoArgs(books.freed.get()));
-  if (!freed) return -1;
-  return freed.get() == Py_None ? 0 : PyObject_Size(freed.get());
-}
-
 // In a measured step: notes a tensor whose copy-in has not begun when backward needs it, and measures activations.
 void note_missed(StepCopies& copies, const PackRow& row, int64_t pack_index, PyObject* storage) {
   if (copies.cursor->meter() == nullptr) return;
@@ -147,10 +140,7 @@ void note_missed(StepCopies& copies, const PackRow& row, int64_t pack_index, PyO
 PyObject* unpack(SwapHooks& hooks, PyObject* view, int64_t pack_index, PyObject* storage) {
   StepCopies& copies = *hooks.copies;
   ScheduleCursor& cursor = *copies.cursor;
-  // Before a swap-in: autograd nodes that have run have freed memory. If they held recomputed tensors, Python handles
-  // this unpack, and frees their memory first.
-  if (!collect(*hooks.books)) return nullptr;
-  if (!OFFLOAD_BROKEN("recomputed tensors are freed") && freed_graphs(*hooks.books) != 0) return nullptr;
+  if (!collect(*hooks.books)) return nullptr;  // frees memory of ended copies: the swap-in may need it
   const PackRow* const found = cursor.find(pack_index);
   if (found == nullptr || !found->is_swapped || found->watched < cursor.node) return nullptr;
   if (cursor.clock() != nullptr && !cursor.clock()->is_listening) return nullptr;

@@ -301,8 +301,6 @@ PyObject* storage_wait_copied_out(PyObject* self, PyObject*) {
   return wait_copied_out(self) ? shared(Py_None).release() : nullptr;
 }
 
-PyObject* storage_record(PyObject* self, void*) { return shared(self).release(); }
-
 PyObject* storage_ticket(PyObject* self, void*) { return to_python(swapped(self).ticket.get(), self); }
 PyObject* storage_key(PyObject* self, void*) { return to_tuple(swapped(self).key); }
 PyObject* storage_nbytes(PyObject* self, void*) { return PyLong_FromLongLong(swapped(self).key.nbytes); }
@@ -358,8 +356,7 @@ PyMethodDef storage_methods[] = {
     {"wait_copied_out", storage_wait_copied_out, METH_NOARGS, "wait_copied_out(): wait until the copy-out has ended."},
     {nullptr, nullptr, 0, nullptr}};
 
-PyGetSetDef storage_attributes[] = {{"record", storage_record, nullptr, nullptr, nullptr},
-                                    {"ticket", storage_ticket, nullptr, nullptr, nullptr},
+PyGetSetDef storage_attributes[] = {{"ticket", storage_ticket, nullptr, nullptr, nullptr},
                                     {"key", storage_key, nullptr, nullptr, nullptr},
                                     {"nbytes", storage_nbytes, nullptr, nullptr, nullptr},
                                     {"views", storage_views, nullptr, nullptr, nullptr},

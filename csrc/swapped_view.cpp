@@ -145,13 +145,11 @@ PyObject* view_of_storage(PyObject* tensor, PyObject* saved) {
   return made.release();
 }
 
-PyObject* empty_by_record(PyObject* record, PyObject* dtype) {
-  return PyObject_CallMethod(record, "empty", "O", dtype);
-}
+PyObject* empty_by_python(PyObject* saved, PyObject* dtype) { return PyObject_CallMethod(saved, "empty", "O", dtype); }
 
-PyObject* view_of_handle(PyObject* tensor, PyObject* handle) {
-  const Owned record(PyObject_GetAttrString(handle, "record"));
-  const Owned key(record ? PyObject_GetAttrString(record.get(), "key") : nullptr);
+// A view of an object of Python's in the place of a SwappedStorage.
+PyObject* view_of_object(PyObject* tensor, PyObject* saved) {
+  const Owned key(PyObject_GetAttrString(saved, "key"));
   const Owned first(key ? PySequence_GetItem(key.get(), 2) : nullptr);
   const int64_t begin = first ? PyLong_AsLongLong(first.get()) : -1;
   if (begin < 0) return nullptr;
@@ -159,13 +157,13 @@ PyObject* view_of_handle(PyObject* tensor, PyObject* handle) {
   if (!made) return nullptr;
   SwappedView* const view = as_view(made.get());
   if (!read_flags(view, tensor) || !read_version(view, tensor)) return nullptr;
-  const Owned empty(empty_by_record(record.get(), view->dtype));
+  const Owned empty(empty_by_python(saved, view->dtype));
   view->counter = empty ? PyObject_CallOneArg(tensors.detach, tensor) : nullptr;
   if (view->counter == nullptr) return nullptr;
   if (Py_TYPE(tensors.data)->tp_descr_set(tensors.data, view->counter, empty.get()) < 0) return nullptr;
-  if (!Owned(PyObject_CallMethod(record.get(), "add_view", nullptr))) return nullptr;
-  view->saved = handle;
-  Py_INCREF(handle);
+  if (!Owned(PyObject_CallMethod(saved, "add_view", nullptr))) return nullptr;
+  view->saved = saved;
+  Py_INCREF(saved);
   return made.release();
 }
 
@@ -179,7 +177,7 @@ PyObject* view_of(PyObject*, PyObject* const* args, Py_ssize_t count) {
   if (index == -1 && PyErr_Occurred()) return nullptr;
   PyObject* made = nullptr;
   if (!without_exceptions([&] {
-        made = is_swapped_storage(args[1]) ? view_of_storage(args[0], args[1]) : view_of_handle(args[0], args[1]);
+        made = is_swapped_storage(args[1]) ? view_of_storage(args[0], args[1]) : view_of_object(args[0], args[1]);
       }))
     return nullptr;
   if (made != nullptr) as_view(made)->index = index;
@@ -201,8 +199,7 @@ PyObject* tuple_of(const int64_t* values, int64_t count) {
 // Returns an empty tensor of the view's dtype, borrowed or owned by `made`.
 PyObject* empty_like(SwappedView* view, Owned& made) {
   if (is_swapped_storage(view->saved)) return empty_of(*swapped(view->saved).books, view->dtype);
-  const Owned record(PyObject_GetAttrString(view->saved, "record"));
-  made = Owned(record ? empty_by_record(record.get(), view->dtype) : nullptr);
+  made = Owned(empty_by_python(view->saved, view->dtype));
   return made.get();
 }
 
@@ -272,8 +269,7 @@ PyObject* on_storage(SwappedView* view, Target& target, int64_t begin) {
 
 bool swap_in_bytes(SwappedView* view, Target* target, int64_t* begin) {
   if (is_swapped_storage(view->saved)) return swap_in(view->saved, target, begin);
-  const Owned record(PyObject_GetAttrString(view->saved, "record"));
-  const Owned found(record ? PyObject_CallMethod(record.get(), "swap_in", nullptr) : nullptr);
+  const Owned found(PyObject_CallMethod(view->saved, "swap_in", nullptr));
   PyObject* storage = nullptr;
   long long first = 0;
   if (!found || !PyArg_ParseTuple(found.get(), "OL", &storage, &first)) return false;

@@ -1,6 +1,6 @@
 """Types of the native data plane; what each call orders and throws stands in csrc/*.h."""
 
-from collections.abc import Callable, Mapping, Sequence, Sized
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -360,10 +360,6 @@ class SwappedStorage:
     """The bytes of one storage (or of one span of it) at one version, out of the device; see csrc/swapped_storage.h."""
 
     @property
-    def record(self) -> SwappedStorage:
-        """Itself: handle and record are one object."""
-
-    @property
     def ticket(self) -> Ticket: ...
     @property
     def key(self) -> _StorageKey: ...
@@ -428,7 +424,6 @@ class EngineCore:
         record_use: Callable[[Tensor], None] | None,
         new_storage: Callable[[int, int], UntypedStorage] | None,
         warn: Callable[[str, str], None],
-        freed: Sized,  # held by a weak reference
     ) -> None: ...
     @property
     def misses(self) -> int: ...

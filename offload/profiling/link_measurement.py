@@ -130,7 +130,7 @@ def _out(engine: Engine, source: torch.Tensor) -> SwappedStorage:
 
 def _has_left(slot: SwappedStorage) -> bool:
     """Return whether the copy-out has ended. Raises an OSError if it failed."""
-    ticket = slot.record.ticket
+    ticket = slot.ticket
     if not ticket.out_done():
         return False
     if ticket.state == "failed":
@@ -139,7 +139,7 @@ def _has_left(slot: SwappedStorage) -> bool:
 
 
 def _has_arrived(slot: SwappedStorage) -> bool:
-    return slot.record.ticket.in_done()
+    return slot.ticket.in_done()
 
 
 def _await_all(slots: list[SwappedStorage], has_ended: Callable[[SwappedStorage], bool]) -> None:
@@ -161,11 +161,11 @@ def _small_copy_seconds(engine: Engine, count: int) -> float:
         del sources
         begun = time.perf_counter()
         for slot in slots:
-            slot.record.prefetch()
+            slot.prefetch()
         _await_all(slots, _has_arrived)
         ins.append(time.perf_counter() - begun)
         for slot in slots:
-            slot.record.swap_in()
+            slot.swap_in()
     return max(statistics.median(outs), statistics.median(ins)) / count
 
 
@@ -217,7 +217,7 @@ class _Traffic:
         leaving = [_out(self._engine, source) for source in self._sources] if out else []
         arriving = list(self._parked) if into else []
         for slot in arriving:
-            slot.record.prefetch()
+            slot.prefetch()
         copies, last = [0, 0], [begun, begun]
         while True:
             enough = time.perf_counter() - begun >= ROUND_SECONDS
@@ -231,15 +231,15 @@ class _Traffic:
                     leaving.insert(at, _out(self._engine, self._sources[at]))
             for slot in arriving:
                 if _has_arrived(slot):
-                    slot.record.swap_in()
+                    slot.swap_in()
                     copies[1] += 1
                     last[1] = time.perf_counter()
-                    slot.record.prefetch()
+                    slot.prefetch()
             time.sleep(POLL_SECONDS if self._block_bytes >= POLL_BYTES_MIN else 0)
         _await_all(leaving, _has_left)
         _await_all(arriving, _has_arrived)
         for slot in arriving:
-            slot.record.swap_in()
+            slot.swap_in()
         moved = [count * self._block_bytes for count in copies]
         ended = [copies[0] + len(leaving), copies[1] + len(arriving)]
         return (

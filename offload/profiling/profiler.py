@@ -23,7 +23,7 @@ from offload.runtime.engine import Engine, has_storage
 from offload.runtime.executor import Stopwatch
 from offload.runtime.hooks import innermost_step_hooks
 from offload.runtime.recomputation import Recomputation
-from offload.runtime.recomputed_storage import DroppedHandle
+from offload.runtime.recomputed_storage import RecomputedStorage
 from offload.runtime.schedule import PackEntry, StepOrder
 from offload.runtime.weak import call_when_dead
 from offload.torch_compat.autograd import call_at_end_of_backward
@@ -83,7 +83,7 @@ class Recorder:
         self._advance()
         self.order.node_after_pack[pack_index] = self._node
 
-    def duplicated(self, pack_index: int, slot: SwappedStorage | DroppedHandle) -> None:
+    def duplicated(self, pack_index: int, slot: SwappedStorage | RecomputedStorage) -> None:
         """Record that another view of a storage was saved."""
         first = next((i for i, reference in self._slots.items() if reference() is slot), None)
         if first is not None:
@@ -280,10 +280,10 @@ class Profiler(Recorder):
             self._all_saved.append(storage)
         storage.entries.append(pack_index)
         self._memory.saved(storage.entries[0])
-        slot.record.wait_copied_out()
+        slot.wait_copied_out()
         super().swapped(pack_index, slot, tensor)
 
-    def duplicated(self, pack_index: int, slot: SwappedStorage | DroppedHandle) -> None:
+    def duplicated(self, pack_index: int, slot: SwappedStorage | RecomputedStorage) -> None:
         """Record that another view of a storage was saved."""
         self._note_module(pack_index)
         super().duplicated(pack_index, slot)

@@ -64,7 +64,7 @@ class RecipeTrial(SwapOnDemand):
 
     def swapped(self, pack_index: int, slot: SwappedStorage, tensor: torch.Tensor) -> None:
         """Wait until the copy-out of a storage has ended, so that the step needs the least memory."""
-        slot.record.wait_copied_out()
+        slot.wait_copied_out()
 
     def unpacking(self, pack_index: int) -> None:
         """Refuse the recipe of this pack if what it reads has been changed in place since the pack."""
@@ -180,23 +180,23 @@ class _Trial(Recording):
         there = {number: self._recorder.source(source) for number, source in recipe.sources.items()}
         missing = {number: slot for number, (slot, _) in recipe.slots.items() if there.get(number) is None}
         compared = storage.nbytes() // (1 if storage.nbytes() % 8 else 8)
-        needed = recipe.peak_bytes + compared + sum(slot.record.nbytes for slot in missing.values())
+        needed = recipe.peak_bytes + compared + sum(slot.nbytes for slot in missing.values())
         if needed > self._room(index, recipe.opens, alive_bytes):
             return "too large to be tried within the memory limit"
         if recipe.held_bytes > storage.nbytes() // 8:
             return "keeps too much of what it reads"
         try:
             for slot in missing.values():
-                slot.record.add_view()
+                slot.add_view()
             storages = {number: held.tensor.untyped_storage() for number, held in recipe.held.items()}
-            storages |= {number: slot.record.swap_in()[0] for number, slot in missing.items()}
+            storages |= {number: slot.swap_in()[0] for number, slot in missing.items()}
             storages |= {number: found for number, found in there.items() if found is not None}
             return self._compare(storage, index, recipe, storages, is_workspace)
         except torch.OutOfMemoryError:
             return "too large to be tried on this device"
         finally:
             for slot in missing.values():
-                slot.record.remove_view()
+                slot.remove_view()
 
     def _compare(
         self,

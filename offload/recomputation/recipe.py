@@ -159,7 +159,7 @@ class Recipe:
                 raise ChangedSource(source)
         found = {number: held.tensor.untyped_storage() for number, held in self.held.items()}
         for number, (slot, _) in self.slots.items():
-            found[number], begin = slot.record.swap_in()
+            found[number], begin = slot.swap_in()
             assert begin == 0  # recipes read only whole storages
         return found
 

@@ -193,10 +193,10 @@ class MeteredExecutor(ScheduleExecutor):
             self.held = self.copies.find_held()
         first = self.schedule.order.duplicates.get(pack_index, pack_index)
         slot = self.copies.find(first)
-        is_missing = slot is not None and slot.record.is_swapped_out
+        is_missing = slot is not None and slot.is_swapped_out
         if is_missing:
             self.copies.miss(first)
-        self._meter.weigh(self.cursor.node, slot.record.nbytes if slot is not None and is_missing else 0)
+        self._meter.weigh(self.cursor.node, slot.nbytes if slot is not None and is_missing else 0)
 
     def _meter_at(self, pack_index: int) -> None:
         self._meter.weigh(self.schedule.order.node_after_pack.get(pack_index, -1))

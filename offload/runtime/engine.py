@@ -10,6 +10,7 @@ import contextlib
 import logging
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property, partial
@@ -20,7 +21,7 @@ import torch
 from offload import _core
 from offload.devices.device import device_of
 from offload.recomputation.recipe import Recipe
-from offload.runtime.recomputed_storage import DroppedHandle, RecomputedStorage, StorageKey, WeakDroppedHandle
+from offload.runtime.recomputed_storage import RecomputedStorage, StorageKey
 from offload.torch_compat.tensors import StorageWatch, has_own_bytes, storage_identity
 
 log = logging.getLogger("offload")
@@ -72,6 +73,13 @@ def _new_storage(device: torch.device, nbytes: int, _: int) -> torch.UntypedStor
     return torch.UntypedStorage(nbytes, device=device)  # type: ignore[no-untyped-call]
 
 
+class _DroppedReference(weakref.ref[RecomputedStorage]):
+    """A weak reference to a dropped storage that keeps its key after the storage is freed."""
+
+    __slots__ = ("key",)
+    key: StorageKey
+
+
 class Engine(_core.EngineCore):
     """Swaps the storages of one device's tensors with a swap store.
 
@@ -97,7 +105,6 @@ class Engine(_core.EngineCore):
         self.resident = _core.Gauge()  # bytes of swapped storages that are on the device
         self.unswapped = _core.Gauge()  # bytes that the same storages would have on the device without swapping
         self.dropped = _core.Gauge()  # bytes of dropped tensors that forward still holds, as of the last `collect`
-        self._dead: deque[WeakDroppedHandle] = deque()  # handles of freed graphs; their records are still to be freed
         there = self._device if self.is_accelerator else None
         super().__init__(
             store,
@@ -109,14 +116,14 @@ class Engine(_core.EngineCore):
             record_use=there.record_use if there is not None else None,
             new_storage=partial(_new_storage, device) if there is not None else None,
             warn=log.warning,
-            freed=self._dead,
         )
         self.store = store
         self.device = device
         self.spill_dir = ""
         self._stats_before = store.stats()
-        self._dropped: deque[RecomputedStorage] = deque()  # dropped tensors that forward still holds
-        self._dropped_handles: dict[StorageKey, WeakDroppedHandle] = {}
+        self._dropped: dict[StorageKey, _DroppedReference] = {}
+        self._dead: deque[_DroppedReference] = deque()  # of freed graphs; still to be removed from `_dropped`
+        self._held: deque[_DroppedReference] = deque()  # dropped tensors that forward still holds
         self._collecting = threading.RLock()  # a signal handler in the same thread may collect as well
 
     def current_stream(self) -> int:
@@ -125,15 +132,14 @@ class Engine(_core.EngineCore):
 
     def drop(
         self, tensor: torch.Tensor, key: StorageKey, recipe: Recipe, ran: Callable[[int, float], None]
-    ) -> DroppedHandle:
+    ) -> RecomputedStorage:
         """Drop a storage. Backward recomputes it with `recipe`, then calls `ran` with bytes and CPU seconds."""
-        record = RecomputedStorage(self, key, recipe, tensor, ran)
-        handle = DroppedHandle(record)
-        reference = WeakDroppedHandle(handle, self._dead.append)
-        reference.record = record
-        self._dropped.append(record)
-        self._dropped_handles[key] = reference
-        return handle
+        dropped = RecomputedStorage(self, key, recipe, tensor, ran)
+        reference = _DroppedReference(dropped, self._dead.append)
+        reference.key = key
+        self._held.append(reference)
+        self._dropped[key] = reference
+        return dropped
 
     def settle_dropped(self, changing: Iterable[torch.Tensor]) -> None:
         """Recompute dropped tensors now if their recipe reads a tensor about to be changed and their graph is alive.
@@ -143,42 +149,41 @@ class Engine(_core.EngineCore):
         OSError
             A tensor that a recipe reads could not be read back.
         """
-        pending = [handle for reference in list(self._dropped_handles.values()) if (handle := reference()) is not None]
+        pending = [dropped for reference in list(self._dropped.values()) if (dropped := reference()) is not None]
         if pending:
             storages = frozenset(self.identity(tensor) for tensor in changing if has_storage(tensor))
-            for handle in pending:
-                handle.record.settle(storages)
+            for dropped in pending:
+                dropped.settle(storages)
 
-    def dropped_before(self, key: StorageKey) -> DroppedHandle | None:
-        """Return the handle of a dropped storage; None if the storage is not dropped."""
-        reference = self._dropped_handles.get(key)
+    def dropped_before(self, key: StorageKey) -> RecomputedStorage | None:
+        """Return a storage that was dropped before; None if it was not, or its graph is freed."""
+        reference = self._dropped.get(key)
         return reference() if reference is not None else None
 
     def collect(self) -> None:
-        """Free the sources of ended copies, and the memory of freed graphs, without waiting."""
+        """Free the sources of ended copies, and forget the dropped tensors of freed graphs, without waiting."""
         super().collect()
-        if self._dead or self._dropped:
+        if self._dead or self._held:
             self.collect_dropped()
 
     def drain(self) -> None:
-        """Wait until no copy uses memory that this engine holds, and free this memory and that of freed graphs."""
+        """Wait until no copy uses memory that this engine holds, and free this memory."""
         self.collect_dropped()
         super().drain()
 
     def collect_dropped(self) -> None:
-        """Free the records of dropped tensors whose graph is freed, and update `dropped`."""
+        """Forget the dropped tensors of freed graphs, and update `dropped`."""
         with self._collecting:
-            while self._dead:  # a recipe that is freed may have held the last handle of another dropped storage
+            while self._dead:
                 reference = self._dead[0]
-                record = getattr(reference, "record", None)  # None if an interrupt came before `drop` had set it
-                if record is not None:
-                    if self._dropped_handles.get(record.key) is reference:
-                        del self._dropped_handles[record.key]
-                    record.free()
+                key = getattr(reference, "key", None)  # None if an interrupt came before `drop` had set it
+                if key is not None and self._dropped.get(key) is reference:
+                    del self._dropped[key]
                 _discard(self._dead, reference)  # last: if an interrupt comes earlier, this pass is repeated
-            for record in list(self._dropped):
-                if record.is_gone():
-                    _discard(self._dropped, record)
+            for reference in list(self._held):
+                dropped = reference()
+                if dropped is None or dropped.is_gone():
+                    _discard(self._held, reference)
 
     def synchronize(self) -> None:
         """Wait for all work of the device."""

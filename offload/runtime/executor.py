@@ -22,7 +22,7 @@ from offload._core import ActivationMeter, DeviceClock, ScheduleCursor, StepCopi
 from offload.runtime.counters import Counts
 from offload.runtime.engine import Engine
 from offload.runtime.recomputation import DroppedTensors, Recomputation
-from offload.runtime.recomputed_storage import DroppedHandle
+from offload.runtime.recomputed_storage import RecomputedStorage
 from offload.runtime.schedule import Schedule
 from offload.runtime.weak import weak_callback
 from offload.torch_compat.autograd import call_at_end_of_backward
@@ -85,7 +85,7 @@ class StepObserver(Protocol):
     def swapped(self, pack_index: int, slot: SwappedStorage, tensor: torch.Tensor) -> None:
         """Called when the copy-out of a storage has been queued."""
 
-    def duplicated(self, pack_index: int, slot: SwappedStorage | DroppedHandle) -> None:
+    def duplicated(self, pack_index: int, slot: SwappedStorage | RecomputedStorage) -> None:
         """Called when autograd saves another view of a storage that is already swapped or dropped."""
 
     def packed(self, pack_index: int) -> None:
@@ -123,7 +123,7 @@ class SwapOnDemand:
 
     def begin(self) -> None: ...
     def swapped(self, pack_index: int, slot: SwappedStorage, tensor: torch.Tensor) -> None: ...
-    def duplicated(self, pack_index: int, slot: SwappedStorage | DroppedHandle) -> None: ...
+    def duplicated(self, pack_index: int, slot: SwappedStorage | RecomputedStorage) -> None: ...
     def packed(self, pack_index: int) -> None: ...
     def unpacking(self, pack_index: int) -> None: ...
     def unpacked(self, pack_index: int) -> None: ...
@@ -309,7 +309,7 @@ class ScheduleExecutor:
         """Register a storage whose copy-out has been queued. The schedule then releases and prefetches it."""
         self.copies.add(pack_index, slot, tensor.untyped_storage())
 
-    def duplicated(self, pack_index: int, slot: SwappedStorage | DroppedHandle) -> None:
+    def duplicated(self, pack_index: int, slot: SwappedStorage | RecomputedStorage) -> None:
         """Do nothing: the storage of this view is already swapped or dropped."""
 
     def packed(self, pack_index: int) -> None:

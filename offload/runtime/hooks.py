@@ -20,7 +20,7 @@ from offload.runtime.counters import Counts
 from offload.runtime.engine import REFUSALS, Engine
 from offload.runtime.executor import StepObserver, SwapOnDemand
 from offload.runtime.recomputation import Recomputation
-from offload.runtime.recomputed_storage import DroppedHandle
+from offload.runtime.recomputed_storage import RecomputedStorage
 from offload.torch_compat.autograd import innermost_hooks
 from offload.torch_compat.tensors import raise_changed, version_of
 
@@ -223,7 +223,7 @@ class StepHooks(HookCore):
             return self.keep(tensor, index, "small", 0)
         if not policy.supports(tensor):
             return self.keep(tensor, index, "unsupported kind", nbytes)
-        slot: SwappedStorage | DroppedHandle | None
+        slot: SwappedStorage | RecomputedStorage | None
         key, slot = self._engine.look(tensor, nbytes)
         if key is None:
             return self.keep(tensor, index, "view of a larger storage", nbytes)
@@ -259,7 +259,7 @@ class StepHooks(HookCore):
         self.count(self._counts.swapped, key[3])
         return view_of(tensor, slot, index)
 
-    def _pack_duplicate(self, tensor: Tensor, index: int, slot: SwappedStorage | DroppedHandle) -> Packed:
+    def _pack_duplicate(self, tensor: Tensor, index: int, slot: SwappedStorage | RecomputedStorage) -> Packed:
         self.count(self._counts.duplicates, tensor.nbytes)
         self._observer.duplicated(index, slot)
         return view_of(tensor, slot, index)

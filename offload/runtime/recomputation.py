@@ -19,12 +19,12 @@ from offload.recomputation.recipe import Recipe
 from offload.recomputation.slicing import cut_of
 from offload.recomputation.template import Template, Window
 from offload.runtime.engine import Engine
-from offload.runtime.recomputed_storage import DroppedHandle, StorageKey
+from offload.runtime.recomputed_storage import RecomputedStorage, StorageKey
 from offload.runtime.schedule import Schedule
 from offload.runtime.weak import weak_callback
 
-# The object that graph nodes hold for a swapped or dropped storage.
-Handle = SwappedStorage | DroppedHandle
+# The record of a swapped or dropped storage, which graph nodes hold.
+Slot = SwappedStorage | RecomputedStorage
 
 __all__ = ["DroppedTensors", "Recomputation", "Surroundings"]
 
@@ -56,11 +56,11 @@ class Recomputation(Protocol):
     def abandon(self) -> None:
         """Drop no further tensors: the step differs from the recorded one."""
 
-    def drop(self, tensor: torch.Tensor, index: int, key: StorageKey) -> DroppedHandle | None:
-        """Drop a storage and return its handle; None if it is to be swapped instead."""
+    def drop(self, tensor: torch.Tensor, index: int, key: StorageKey) -> RecomputedStorage | None:
+        """Drop a storage and return its record; None if it is to be swapped instead."""
 
-    def saved(self, tensor: torch.Tensor, index: int, key: StorageKey, slot: Handle | None) -> None:
-        """Called when a storage has been swapped out, dropped or kept. `slot` is its handle, or None if it is kept."""
+    def saved(self, tensor: torch.Tensor, index: int, key: StorageKey, slot: Slot | None) -> None:
+        """Called when a storage has been swapped out, dropped or kept. `slot` is its record, or None if it is kept."""
 
     def end(self) -> None:
         """Called when the forward pass ends or raises an exception; may be called again."""
@@ -85,7 +85,7 @@ class Recording:
             self._was_on = self._recorder.is_on
             self._recorder.suspend()
 
-    def saved(self, tensor: torch.Tensor, index: int, key: StorageKey, slot: Handle | None) -> None:
+    def saved(self, tensor: torch.Tensor, index: int, key: StorageKey, slot: Slot | None) -> None:
         """Note where a storage's bytes are, if the tensor covers it: recipes read only whole storages."""
         if self._recorder is not None and key[2] == 0 and key[3] == tensor.untyped_storage().nbytes():
             self._recorder.saved(tensor, index, None if slot is None else ref(slot), key[3])
@@ -144,14 +144,14 @@ class DroppedTensors(Recording):
         """Drop no further tensors: the step differs from the recorded one."""
         self._is_abandoned = True
 
-    def saved(self, tensor: torch.Tensor, index: int, key: StorageKey, slot: Handle | None) -> None:
+    def saved(self, tensor: torch.Tensor, index: int, key: StorageKey, slot: Slot | None) -> None:
         """Note where a storage's bytes are, if a recipe of the schedule reads it."""
         index = self._schedule.order.duplicates.get(index, index)
         if index in self._schedule.sources:
             super().saved(tensor, index, key, slot)
 
-    def drop(self, tensor: torch.Tensor, index: int, key: StorageKey) -> DroppedHandle | None:
-        """Drop a storage and return its handle; None if the schedule swaps it or this step has no matching recipe."""
+    def drop(self, tensor: torch.Tensor, index: int, key: StorageKey) -> RecomputedStorage | None:
+        """Drop a storage and return its record; None if the schedule swaps it or this step has no matching recipe."""
         known = self._schedule.recipes.get(index)
         if (
             known is None

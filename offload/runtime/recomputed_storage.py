@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import threading
 import time
-import weakref
 from collections.abc import Callable
 from typing import Protocol
 
@@ -18,7 +17,7 @@ from offload.recomputation.recipe import ChangedSource, Recipe
 from offload.recomputation.values import copy_of
 from offload.torch_compat.tensors import StorageWatch, raise_changed, weak_reference
 
-__all__ = ["DroppedHandle", "Memory", "RecomputedStorage", "StorageKey", "WeakDroppedHandle"]
+__all__ = ["Memory", "RecomputedStorage", "StorageKey"]
 
 # Identity of the tensor that owns the version counter, its version, first byte, bytes, identity of the storage.
 StorageKey = tuple[int, int, int, int, int]
@@ -39,30 +38,16 @@ class Memory(Protocol):
         """Wait for all work of the device."""
 
 
-class DroppedHandle:
-    """The handle of a dropped storage, which only graph nodes hold.
+class RecomputedStorage:
+    """The bytes of one storage at one version, which a recipe recomputes.
 
-    It has no `__del__`, so it cannot be resurrected. A weak reference to it shows the engine that the graph is freed.
-    The weak reference's callback is not Python code, because an exception of a signal handler in it would be lost.
+    Only graph nodes and recipes hold it. When the last of them is freed, so are its memory and the tensors that only
+    its recipe holds: at once, without Python code, because Python drops an exception that a signal handler raises in a
+    finalizer.
     """
 
-    __slots__ = ("__weakref__", "record")
-
-    def __init__(self, record: RecomputedStorage) -> None:
-        self.record = record
-
-
-class WeakDroppedHandle(weakref.ref[DroppedHandle]):
-    """A weak reference to a handle that keeps the record after the handle is freed."""
-
-    __slots__ = ("record",)
-    record: RecomputedStorage
-
-
-class RecomputedStorage:
-    """The bytes of one storage at one version, which a recipe recomputes."""
-
     __slots__ = (
+        "__weakref__",
         "_dropped",
         "_engine",
         "_is_settled",
@@ -89,7 +74,7 @@ class RecomputedStorage:
         self.views = 0
         self._views_left = 0
         self._engine = engine
-        self._recipe: Recipe | None = recipe
+        self._recipe = recipe
         self._ran = ran
         self._lock = threading.RLock()
         self._owner = weak_reference(version_owner(tensor))  # keeps the owner's address from being used again
@@ -97,12 +82,12 @@ class RecomputedStorage:
         self._storage: torch.UntypedStorage | None = None
         self._is_settled = False
         self._stream = 0
-        # The shares of this storage in the engine's gauges.
+        # The shares of this storage in the engine's gauges; each ends when it is freed.
         self._unswapped = engine.unswapped.share(self.nbytes)
         self._dropped = engine.dropped.share(self.nbytes)
         self._resident: GaugeShare | None = None  # set while `_storage` is
         for slot, _ in recipe.slots.values():
-            slot.record.add_view()
+            slot.add_view()
 
     is_swapped_out = False
     ticket = None
@@ -175,10 +160,9 @@ class RecomputedStorage:
             A tensor that the recipe reads could not be read back.
         """
         with self._lock:
-            recipe = self._recipe
-            if recipe is None or self._is_settled or not recipe.reads_state(state):
+            if self._is_settled or not self._recipe.reads_state(state):
                 return
-            if any(source.is_changed for source in recipe.changeable):
+            if any(source.is_changed for source in self._recipe.changeable):
                 return  # too late: backward will raise the error
             self._present()
             self._is_settled = True
@@ -210,38 +194,26 @@ class RecomputedStorage:
             if is_after_its_sources:
                 found[record] = None
             elif record not in found:
-                recipe = record._recipe
-                assert recipe is not None  # a recipe holds the handles of its sources
                 pending.append((record, True))
-                below = [slot.record for slot, _ in recipe.slots.values()]
+                below = [slot for slot, _ in record._recipe.slots.values()]
                 missing = [each for each in below if isinstance(each, RecomputedStorage) and each._storage is None]
                 pending += [(each, False) for each in reversed(missing)]
         del found[self]
         return list(found)
 
     def _made(self) -> torch.UntypedStorage:
-        recipe = self._recipe
-        assert recipe is not None  # the caller holds a handle, so `free` has not been called
         for record in self._missing_below():
             with record._lock:
                 record._present()
         try:
-            storages = recipe.load()
+            storages = self._recipe.load()
         except ChangedSource as changed:
             raise_changed(changed.kind, changed.shape, changed.found, changed.expected)
         begin = time.thread_time()
-        storage = recipe.run(storages)
+        storage = self._recipe.run(storages)
         self._ran(self.nbytes, time.thread_time() - begin)
         return storage
 
     def _drop_storage(self) -> None:
         if not self._is_settled:
             self._storage = self._resident = None
-
-    def free(self) -> None:
-        """Free memory and sources after the last handle was freed. An interrupted call may be repeated."""
-        self._unswapped.close()
-        self._dropped.close()
-        self._source = None
-        self._storage = self._resident = None
-        self._recipe = None

@@ -167,7 +167,6 @@ OUTSIDE |= {
         "tests/core/test_hook_core.py::test_a_small_tensor_of_another_size_than_in_earlier_steps_is_looked_at"
     ],
     "packs between recorded operators are reported": [BESIDE + "the_same_bits"],
-    "recomputed tensors are freed": [BESIDE + "memory_of_a_recomputed_tensor_is_freed_before_the_next_copy_in"],
     "what is due at a kept tensor is done": [KEPT + f"what_is_due_while_a_kept_tensor_is_unpacked_is_done[{DIRECT}]"],
 }
 # Operators that are exactly those of a template; what differs is decided in Python, whose guards have a table beside

@@ -164,7 +164,7 @@ GUARDS = {
         partial(test_changes.test_a_weight_that_other_hooks_save_may_change, within=test_changes.hooked),
     ),
     "recipes run before their parameters are stepped": (
-        (engine.Engine, "settle_dropped", "handle.record.settle(storages)", "pass"),
+        (engine.Engine, "settle_dropped", "dropped.settle(storages)", "pass"),
         test_changes.test_an_optimizer_steps_while_recipes_still_read_its_parameters,
     ),
     "a settled tensor stays for backward": (

@@ -8,6 +8,8 @@ from forced import Forcing
 from python_frames import frames_of
 from torch import nn
 
+from offload.torch_compat.tensors import StorageWatch
+
 NUMEL = 1 << 14
 
 
@@ -19,24 +21,24 @@ class Chain(nn.Module):
         self.scale = nn.Parameter(torch.ones(NUMEL))
         self.count = count
 
-    def forward(self, x, note=lambda: None):
+    def forward(self, x, note=lambda x: lambda _: None):
         for _ in range(self.count):
             x = torch.tanh(x)
-            x.register_hook(lambda _: note())
+            x.register_hook(note(x))
         return x * self.scale
 
 
-def step(model, note=lambda: None):
+def step(model, *note):
     x = torch.linspace(-1, 1, NUMEL).requires_grad_()
-    model(x, note).sum().backward()
+    model(x, *note).sum().backward()
     return [x.grad, model.scale.grad.clone()]
 
 
-def enabled(tmp_path, count, dropped):
+def enabled(tmp_path, count, dropped, swaps=True):
     """A model that recomputes the tensor of one pack and swaps the others, after its recorded step and its trial."""
     torch.manual_seed(0)
     model = Chain(count)
-    handle = Forcing(tmp_path).enable(model, swaps=True, wanted=lambda index, _: index == dropped)
+    handle = Forcing(tmp_path).enable(model, swaps=swaps, wanted=lambda index, _: index == dropped)
     for _ in range(4):
         step(model)
     return model, handle
@@ -55,15 +57,27 @@ def test_a_swapped_tensor_runs_no_python(tmp_path):
     assert more < 16, f"16 more tensors ran {more} more functions: {sorted(set(frames[32]))}"
 
 
-def test_memory_of_a_recomputed_tensor_is_freed_before_the_next_copy_in(tmp_path):
-    count = 8
-    model, handle = enabled(tmp_path, count, count - 1)  # the first that backward needs
+def test_each_node_frees_what_it_needed(tmp_path):
+    """The tensor that is recomputed, and the kept one that its recipe reads, as soon as the next node begins."""
+    count, dropped = 8, 5
+    model, handle = enabled(tmp_path, count, dropped, swaps=False)
     before = handle._counts.recomputed.tensors
-    freed = []
-    step(model, lambda: freed.append(len(handle._engine._dead)))
+    watches, left, resident = [], [], []
+
+    def note(x):
+        number = len(watches)
+        watches.append(StorageWatch(x.untyped_storage()))
+
+        def later_nodes_have_run(_):
+            left.append([each for each in range(number + 1, count) if not watches[each].expired()])
+            resident.append(handle._engine.resident.now)
+
+        return later_nodes_have_run
+
+    step(model, note)
     assert handle._counts.recomputed.tensors - before == 1
-    assert len(freed) == count
-    assert max(freed[2:]) == 0, freed
+    assert left == [[]] * count
+    assert max(resident) == 0
 
 
 def test_the_same_bits(tmp_path):
@@ -82,7 +96,7 @@ def test_a_graph_that_outlives_the_session_keeps_no_engine(tmp_path):
     x = torch.linspace(-1, 1, NUMEL).requires_grad_()
     loss = model(x).sum()
     engine = weakref.ref(handle._engine)
-    assert handle._engine._dropped_handles
+    assert handle._engine._dropped
     handle.disable()
     del loss, x, handle
     gc.collect()

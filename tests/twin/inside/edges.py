@@ -272,7 +272,7 @@ def prefetched_on_one_stream_and_used_on_another():
     del x
     sim.hold_streams(True)  # until all is queued: the host may observe the end of the copy-in, which orders it
     with torch.sim.stream(streams[0]):
-        slot.record.prefetch()
+        slot.prefetch()
     with torch.sim.stream(streams[1]):
         torch.sim._sleep(3_000_000)  # 2 ms
         total = view.restore().sum()
@@ -291,8 +291,8 @@ def abandoned_while_it_comes_in():
     its_engine.drain()
     del x
     sim.hold_streams(True)  # otherwise the host may observe the end of the copy-in, which orders it
-    slot.record.prefetch()
-    slot.record.ticket.swap_in(torch.sim.Stream().native_handle)  # issues the copy-in, for a stream that does nothing
+    slot.prefetch()
+    slot.ticket.swap_in(torch.sim.Stream().native_handle)  # issues the copy-in, for a stream that does nothing
     del slot
     its_engine.collect()
     kept = [fresh(SMALL).fill_(2) for _ in range(2)]
