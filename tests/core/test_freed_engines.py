@@ -29,12 +29,14 @@ COPIES_OUT = f"""{BEGIN}
 """
 COPIES_IN = f"""{BEGIN}
     lanes = _core.HostDriver()
-    store = _core.SwapStore.slab(lanes, lanes, 2 * NBYTES, slab_bytes=2 * NBYTES)
-    for _ in range(5):
+    store = _core.SwapStore.slab(lanes, lanes, 2 * NBYTES, slab_bytes=2 * NBYTES, slice_bytes=NBYTES)
+    for number in range(5):
         stored = begin(store)
         stored.add_view()
         stored.wait_copied_out()
         stored.prefetch()
+        while store.stats()["in_transfers"] == number:
+            pass
         del stored
         store.quiesce()
     print("alive")
