@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import re
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from offload.capacity.optimizer_step import watching_optimizers
 from offload.plan import least_feasible_limit, unswapped_bytes
 from offload.plan.rescale import in_proportion, largest_batch, on_a_line, retimed
 from offload.plan.trace import Link, Node, Recompute, SavedTensor, Trace
+from offload.units import parse_bytes
 
 WIDTH = 256
 
@@ -57,6 +60,29 @@ def test_two_sizes_give_each_tensors_line() -> None:
     assert again.best is not None
     assert again.best.name == "keep everything", "a step of the largest batch fits as it is"
     assert again.peak_bytes > 0.98 * (64 << 20), "and hardly more does"
+
+
+def test_a_smaller_batch_that_is_advised_keeps_the_limit() -> None:
+    """Also where its tensors are smaller than those that are swapped by default."""
+    model = nn.Sequential(*[layer for _ in range(12) for layer in (nn.Linear(WIDTH, WIDTH), nn.Tanh())])
+    found = offload.fit(model, lambda n: torch.randn(n, WIDTH), memory="8MiB", batch=4096)
+    advice = re.search(r'Use a batch of (\d+) with min_tensor_bytes="(\w+)", or a limit of', str(found))
+    assert advice is not None, str(found)
+    batch, smallest = int(advice[1]), advice[2]
+    largest = found.to_dict()["choices"][1]["largest"]
+    assert parse_bytes(smallest) == largest["min_tensor_bytes"]
+    assert parse_bytes(smallest) <= batch * WIDTH * 4 < 2 * parse_bytes(smallest) <= 1 << 20
+    for least, fits in ((smallest, True), ("1MiB", False)):
+        with offload.enable(model, memory_limit="8MiB", min_tensor_bytes=least) as handle:
+            with pytest.raises(offload.InfeasibleLimitError) if not fits else nullcontext():
+                for _ in range(3):
+                    with handle.step():
+                        loss = model(torch.randn(batch, WIDTH)).sum()
+                    loss.backward()
+                    model.zero_grad(set_to_none=True)
+            assert (handle.report().verdict.kind == "planned") is fits
+    ones = offload.fit(model, lambda n: torch.randn(n, WIDTH), memory="20MiB", batch=4096)
+    assert "min_tensor_bytes" not in str(ones), "tensors of more than 1 MiB are swapped by default"
 
 
 def test_a_loss_of_ones_own_and_several_arguments() -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from offload.capacity.device import AbsentDevice
-from offload.capacity.optimizer_step import MovedState
+from offload.capacity.optimizer_step import SMALLEST_BYTES, MovedState
 from offload.plan import Plan, Reason, fastest_plan, least_feasible_limit, make_plan, unswapped_bytes
 from offload.plan.bounds import unavoidable_bytes
 from offload.plan.recompute import has_recipes
@@ -54,6 +54,16 @@ class Choice:
     largest_plan: Plan | None = field(default=None, repr=False)
     moved: MovedState | None = field(default=None, repr=False)
 
+    @property
+    def largest_moves_from(self) -> int | None:
+        """The `min_tensor_bytes` that `largest_plan` needs; None if it needs no other than the default."""
+        if self.largest_plan is None:
+            return None
+        size = {tensor.id: tensor.bytes for tensor in self.largest_plan.trace.tensors}
+        moved = [size[each.id] for each in (*self.largest_plan.swaps, *self.largest_plan.recomputes)]
+        least = max(1, min(moved, default=SMALLEST_BYTES))
+        return None if least >= SMALLEST_BYTES else 1 << (least.bit_length() - 1)
+
     def seconds(self, plan: Plan) -> float | None:
         """Return the seconds of a step with one of its plans; None if state moves at an unknown speed."""
         if self.moved is None:
@@ -84,7 +94,9 @@ class Choice:
             **(self._figures(self.plan) if self.plan is not None else {}),
             "moved_state_bytes": self.moved.nbytes if self.moved is not None else 0,
             "largest_batch": self.largest_batch,
-            "largest": self._figures(self.largest_plan) if self.largest_plan is not None else None,
+            "largest": None
+            if self.largest_plan is None
+            else {**self._figures(self.largest_plan), "min_tensor_bytes": self.largest_moves_from},
         }
 
     def _figures(self, plan: Plan) -> dict[str, float | None]:
@@ -208,12 +220,12 @@ class Fit:
         lines = []
         if not self.fits:
             lines += ["In the way:", *(f"  {format_bytes(each.bytes)}  {each.text}" for each in self.in_the_way), ""]
-            smaller = max((choice.largest_batch or 0 for choice in self.choices), default=0)
-            if smaller:
-                lines += [
-                    f"Use a batch of {smaller:,} or less, or a limit of {round_up_bytes(self.least_bytes)}.",
-                    "",
-                ]
+            smaller = max(self.choices, key=lambda choice: choice.largest_batch or 0, default=None)
+            if smaller is not None and smaller.largest_batch:
+                least = smaller.largest_moves_from
+                small = "" if least is None else f' with min_tensor_bytes="{round_up_bytes(least)}"'
+                limit = round_up_bytes(self.least_bytes)
+                lines += [f"Use a batch of {smaller.largest_batch:,}{small}, or a limit of {limit}.", ""]
         if self.line is not None:
             made = "the model" if self.best is None or self.best.moved is None else "the model and its optimizer"
             lines += [f"Add after the line that makes {made}:", f"  import offload; {self.line}", ""]
