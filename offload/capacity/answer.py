@@ -60,8 +60,8 @@ class Choice:
         if self.largest_plan is None:
             return None
         size = {tensor.id: tensor.bytes for tensor in self.largest_plan.trace.tensors}
-        moved = [size[each.id] for each in (*self.largest_plan.swaps, *self.largest_plan.recomputes)]
-        least = max(1, min(moved, default=SMALLEST_BYTES))
+        moved = [each.id for each in self.largest_plan.swaps] + [each.id for each in self.largest_plan.recomputes]
+        least = max(1, min((size[each] for each in moved), default=SMALLEST_BYTES))
         return None if least >= SMALLEST_BYTES else 1 << (least.bit_length() - 1)
 
     def seconds(self, plan: Plan) -> float | None:

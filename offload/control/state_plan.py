@@ -35,6 +35,7 @@ from offload.plan import (
     state_overlap,
     unswapped_bytes,
 )
+from offload.plan.cycle import between_bytes
 from offload.plan.trace import Trace
 from offload.profiling.model_state import HeldMemory
 from offload.runtime.counters import Counts
@@ -197,7 +198,11 @@ class StatePlanner:
         self, error: InfeasibleLimitError, planned: PlannedStep, chunks: Sequence[MovableChunk]
     ) -> InfeasibleLimitError:
         kept, (away, _) = self._held.optimizer_bytes(), self._states.away_bytes()
-        kept += away - sum(chunk.nbytes for chunk in chunks)  # stays, if all chunks leave as in the refused plan
+        if chunks:  # in the refused plan all of them leave
+            update = self._update(chunks)
+            kept += away - update.bytes + between_bytes(update, range(len(chunks)))
+        else:
+            kept += min(away, self._states.bytes_in_memory_max())
         frozen_bytes, parameter_bytes = self._held.parameter_bytes(self._options.min_tensor_bytes)
         movable = 0
         if not (self._states.is_planned or self._states.steps_in_backward or away):

@@ -29,6 +29,7 @@ __all__ = ["known_link", "reasons"]  # fixtures
 
 CHANGING = [loops.Loop, loops.SchedulerAfter, loops.Accumulation, loops.TwoOptimizers, loops.Reloaded, loops.Replaced]
 THREE = [loops.Loop, loops.SchedulerBefore, loops.Accumulation]
+ROWS = ("gradients", "optimizer state", "parameters, buffers, inputs and temporaries")
 
 
 @pytest.mark.parametrize("kind", THREE, ids=lambda kind: kind.__name__)
@@ -181,6 +182,27 @@ def test_the_error_names_the_parts_and_what_would_free_more(tmp_path, monkeypatc
     assert not {"parameters", "gradients"} & {knob.text.split("=")[0] for knob in small.knobs}, "all are too small"
     assert "optimizer_state" not in {knob.text.split("=")[0] for knob in moved.knobs}
     assert "What frees more: optimizer_state" in str(kept)
+
+
+@pytest.mark.parametrize("how", [False, "auto", True])
+def test_the_error_counts_state_that_may_still_be_written_as_state(how, tmp_path):
+    torch.manual_seed(0)
+    model = nn.Sequential(*[layer for _ in range(4) for layer in (nn.Linear(256, 256), nn.Tanh())])
+    optimizer = torch.optim.Adam(model.parameters())
+    offload.enable(model, memory_limit="2KiB", optimizer=optimizer, optimizer_state=how, spill_dir=tmp_path)
+
+    def train():
+        for _ in range(3):
+            model(torch.ones(8, 256)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    with pytest.raises(offload.InfeasibleLimitError) as refused:
+        train()
+    parameters = sum(each.nbytes for each in model.parameters())
+    found = {name: reason.bytes for reason in refused.value.reasons for name in ROWS if f"of {name}" in reason.text}
+    assert found["optimizer state"] >= 2 * parameters, "less than may be in memory while it is written"
+    assert parameters <= found["parameters, buffers, inputs and temporaries"] < 1.5 * parameters
 
 
 def test_the_largest_share_of_all_plans_moves(tmp_path, reasons):
