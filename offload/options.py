@@ -16,7 +16,7 @@ from offload.devices.control_group import control_groups
 from offload.devices.device import device_of
 from offload.devices.processes import local_processes
 from offload.torch_compat.optimizers import has_own_hooks
-from offload.units import check_slowdown, format_bytes, own_number, parse_bytes
+from offload.units import check_slowdown, format_bytes, own_number, parse_bytes, whole_number
 
 LOOKAHEAD_NODES_DEFAULT = 4
 MAX_SLOWDOWN_DEFAULT = 0.05
@@ -138,21 +138,21 @@ def device_bytes(device: torch.device) -> int:
 def _check_n_tensors(n_tensors: object) -> int | None:
     if n_tensors is None:
         return None
-    n_tensors = own_number(n_tensors)
-    if isinstance(n_tensors, bool) or not isinstance(n_tensors, int) or n_tensors < -1:
+    count = whole_number(n_tensors, -1)
+    if count is None:
         raise ValueError(f"n_tensors must be -1 (all), 0 (none) or a count, not {n_tensors!r}")
-    return n_tensors
+    return count
 
 
 def _check_lookahead(lb: object) -> int | None:
-    lb = own_number(lb)
     if isinstance(lb, str) and lb == "auto":
         return None
     if lb is None:
         return LOOKAHEAD_NODES_DEFAULT
-    if isinstance(lb, bool) or not isinstance(lb, int) or lb < 1:
+    nodes = whole_number(lb, 1)
+    if nodes is None:
         raise ValueError(f'lb must be at least 1 backward node, or "auto", not {lb!r}')
-    return lb
+    return nodes
 
 
 def _check_recompute(recompute: object, n_tensors: int | None) -> Recompute | None:

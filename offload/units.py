@@ -23,6 +23,7 @@ __all__ = [
     "parse_flops",
     "parse_seconds",
     "round_up_bytes",
+    "whole_number",
 ]
 
 _DECIMAL = {prefix: 1000**power for power, prefix in enumerate(("", "k", "m", "g", "t", "p"))}
@@ -80,7 +81,7 @@ def parse_bandwidth(value: str | float, name: str = "bandwidth") -> float:
     Parameters
     ----------
     value : str or number
-        ``"12GB/s"``, ``"11GiB/s"`` or a number of bytes per second.
+        ``"12GB/s"``, ``"11GiB/s"`` or a number of bytes per second. Text without a unit is refused.
     name : str, default "bandwidth"
         Name of the argument for the error message.
 
@@ -96,7 +97,8 @@ def parse_bandwidth(value: str | float, name: str = "bandwidth") -> float:
     """
     example = 'a positive bandwidth such as "12GB/s", "11GiB/s" or 12e9'
     number, unit = _split(value, name, example)
-    if unit and not (unit.endswith("/s") and unit[:-2].rstrip() in _BYTES):
+    is_bare = isinstance(value, str) and not unit and math.isfinite(number)
+    if is_bare or (unit and not (unit.endswith("/s") and unit[:-2].rstrip() in _BYTES)):
         raise _error(name, value, example)
     rate = number * _BYTES.get(unit[:-2].rstrip(), 1)
     if not rate > 0:
@@ -172,6 +174,18 @@ def own_number(value: object) -> object:
     if isinstance(value, numbers.Integral):
         return int(value)
     return float(value) if isinstance(value, numbers.Real) else value
+
+
+def whole_number(value: object, least: int) -> int | None:
+    """Return a whole number of at least `least` as an int, also one of NumPy; None if the value is something else.
+
+    Examples
+    --------
+    >>> whole_number(3, 1), whole_number(0, 1), whole_number(3.0, 1), whole_number(True, 1)
+    (3, None, None, None)
+    """
+    count = own_number(value)
+    return count if isinstance(count, int) and not isinstance(count, bool) and count >= least else None
 
 
 def check_slowdown(value: object, name: str = "max_slowdown") -> float:

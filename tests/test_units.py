@@ -82,13 +82,13 @@ def test_what_is_no_slowdown_says_what_to_write(value):
 
 @pytest.mark.parametrize(
     ("text", "rate"),
-    [("12GB/s", 12e9), ("15.754GB/s", 15.754e9), ("1GiB/s", 2.0**30), ("1e9", 1e9), (5, 5.0), ("inf", math.inf)],
+    [("12GB/s", 12e9), ("15.754GB/s", 15.754e9), ("1GiB/s", 2.0**30), (1e9, 1e9), (5, 5.0), ("inf", math.inf)],
 )
 def test_bandwidths(text, rate):
     assert parse_bandwidth(text) == rate
 
 
-@pytest.mark.parametrize("value", ["12GB", "12Gb/h", "0", "-3GB/s", "nan", "", None, 0, math.nan, False])
+@pytest.mark.parametrize("value", ["12GB", "12Gb/h", "0", "0.5", "1e9", "-3GB/s", "nan", "", None, 0, math.nan, False])
 def test_what_is_no_bandwidth_says_what_to_write(value):
     with pytest.raises(ValueError, match=r"not understood; write a positive bandwidth such as \"12GB/s\""):
         parse_bandwidth(value)

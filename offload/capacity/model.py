@@ -26,7 +26,7 @@ from offload.plan.rescale import in_proportion, on_a_line
 from offload.runtime.refusals import devices_of
 from offload.session import enable, session_of
 from offload.torch_compat.optimizers import has_own_hooks
-from offload.units import own_number, parse_bytes
+from offload.units import parse_bytes, whole_number
 
 __all__ = ["fit"]
 
@@ -109,8 +109,8 @@ def fit(
 
 
 def _check_batch(batch: object) -> int:
-    items = own_number(batch)
-    if isinstance(items, bool) or not isinstance(items, int) or items < 2:
+    items = whole_number(batch, 2)
+    if items is None:
         raise ValueError(f"batch must be at least 2, since the step runs at half of it too, not {items!r}")
     return items
 

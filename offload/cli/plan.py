@@ -312,7 +312,7 @@ def _argument(parse: Callable[[str, str], float], name: str) -> Callable[[str], 
         try:
             return parse(text, name)
         except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error).removeprefix(name).lstrip(": ")) from error
+            raise argparse.ArgumentTypeError(str(error).removeprefix(f"{name}: ")) from error
 
     return convert
 

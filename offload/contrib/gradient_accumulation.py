@@ -13,7 +13,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 
-from offload.units import own_number
+from offload.units import whole_number
 
 
 class GradAccumulator(Optimizer):
@@ -75,8 +75,8 @@ class GradAccumulator(Optimizer):
             raise ValueError("the optimizer is a GradAccumulator already; wrap the optimizer once, with steps=N")
         if not isinstance(optimizer, Optimizer):
             raise ValueError(f"GradAccumulator takes a torch.optim.Optimizer, not {type(optimizer).__name__}")
-        count = own_number(steps)
-        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+        count = whole_number(steps, 1)
+        if count is None:
             raise ValueError(f"steps must be a count of batches, at least 1, not {steps!r}; 1 accumulates nothing")
         if max_norm is not None and not max_norm > 0:
             raise ValueError(f"max_norm must be positive, not {max_norm!r}; leave it out to clip nothing")
@@ -108,8 +108,8 @@ class GradAccumulator(Optimizer):
         ValueError, RuntimeError
             `items` is not a positive integer, or `scale` was already called before this `step`.
         """
-        count = own_number(items)
-        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+        count = whole_number(items, 1)
+        if count is None:
             raise ValueError(
                 f"items must be the number of items that the loss is the mean of, at least 1, not {items!r}"
             )
