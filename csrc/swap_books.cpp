@@ -35,7 +35,7 @@ bool release_source(Books& books, const CopyOutRef& copy_out) {
   const Owned saved = shared(std::exchange(copy_out->saved, nullptr));
   // If the copy failed or was cancelled, the source is kept, as if it had not been swapped.
   if (saved && state != State::failed && state != State::cancelled && !copied_out(saved.get())) return false;
-  if (!saved || (state != State::failed && state != State::cancelled)) copy_out->source = Owned();
+  if (!saved) copy_out->source = Owned();
   return state != State::failed || tell_failure(books, *copy_out->ticket);
 }
 

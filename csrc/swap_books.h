@@ -31,6 +31,7 @@ struct CopyOut {
   Owned source;          // a tensor on the source's storage, which shares the saved tensor's version counter
   int64_t nbytes = 0;
   Stream stream = nullptr;
+  bool is_used = false;       // backward has used the source, perhaps before the copy ended
   PyObject* saved = nullptr;  // the SwappedStorage, borrowed; null after it was freed
 };
 using CopyOutRef = std::shared_ptr<CopyOut>;

@@ -82,20 +82,17 @@ bool keep_counter(SwappedState& state, Owned source) {
 bool copied_out(PyObject* self) {
   SwappedState& state = swapped(self);
   const Lock lock(state.mutex);
+  // A source that backward has used is kept, as if it had not been swapped: views that were unpacked use its memory, and
+  // a kernel may have written to it while it was copied (oneDNN's LSTM writes to its saved workspace in backward).
+  if (state.copy_out != nullptr && state.copy_out->is_used &&
+      !OFFLOAD_BROKEN("a source that backward has used is kept"))
+    return true;
   const CopyOutRef copy_out = std::move(state.copy_out);
   state.copy_out = nullptr;
   if (copy_out == nullptr) return true;
   Owned source = std::move(copy_out->source);
   if (!source) return true;
-  if (state.views_left < state.views && !OFFLOAD_BROKEN("a source is kept while views use it")) {
-    // All unpacked views must share one storage. Some already use the source, so the others get the source too.
-    state.target.storage = Owned(PyObject_CallOneArg(tensors.untyped_storage, source.get()));
-    if (!state.target.storage) return false;
-    state.begin = OFFLOAD_BROKEN("a kept source keeps the offset of its span") ? 0 : state.key.begin;
-    state.stream = copy_out->stream;
-  } else {
-    state.books->resident->add(-state.key.nbytes);
-  }
+  state.books->resident->add(-state.key.nbytes);
   return keep_counter(state, std::move(source));
 }
 
@@ -243,7 +240,8 @@ bool swap_in(PyObject* self, Target* found, int64_t* begin) {
     found->storage =
         Owned(PyObject_CallOneArg(tensors.untyped_storage, state.copy_out->source.get()));
     if (!found->storage) return false;
-    *begin = state.key.begin;
+    state.copy_out->is_used = true;
+    *begin = OFFLOAD_BROKEN("a used source keeps the offset of its span") ? 0 : state.key.begin;
     count_view(state);
     return true;
   }

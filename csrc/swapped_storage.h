@@ -52,7 +52,7 @@ inline bool is_swapped_storage(PyObject* object) { return Py_TYPE(object) == swa
 bool add_swapped_storage_type(PyObject* module);
 // Creates a storage whose copy-out has not begun. Null: a Python error (no memory).
 PyObject* make_swapped_storage(const std::shared_ptr<Books>& books);
-// Called when the copy-out no longer reads the source: releases the source unless backward has begun to use it.
+// Called when the copy-out has ended: releases the source unless backward has used it.
 bool copied_out(PyObject* self);
 // Allocates memory and starts the copy-in, unless the bytes are on the device or a copy-in is under way.
 bool prefetch(PyObject* self, bool* began);

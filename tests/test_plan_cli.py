@@ -291,7 +291,7 @@ with offload.enable(model, min_tensor_bytes="4KiB", max_slowdown=1.0) as handle:
         (["--out-bandwidth", "12GB"], "write a positive bandwidth"),
         (["--latency", "-1us"], "write a duration"),
         (["--memory-limit", "12G"], 'write "12GiB" (powers of 1024) or "12GB" (powers of 1000)'),
-        (["--max-slowdown", "-1"], "--max-slowdown: is a fraction of the step time of at least 0"),
+        (["--max-slowdown", "-1"], "--max-slowdown is a fraction of the step time of at least 0"),
         (["--max-slowdown", "5%"], "such as 0.05, not '5%'"),
         (["--max-slowdown", "5"], "write 0.05 for 5 %, or 5.0 for 500 %"),
         (["--lb", "some"], "write a number of nodes of at least 1, or auto"),

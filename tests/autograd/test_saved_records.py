@@ -152,3 +152,42 @@ def test_a_record_knows_what_it_has(tmp_path):
         _core.EngineCore.__new__(_core.EngineCore).collect()
     with pytest.raises(TypeError, match="SwapStore"):
         Engine.__init__(engine, offload, torch.device("cpu"))
+
+
+@pytest.mark.only_cpu("a store of the host driver")
+def test_a_source_that_backward_has_used_stays(tmp_path):
+    """What a kernel writes to it while it is copied is not in the copy, or only in part."""
+    driver = _core.HostDriver(schedule="stepped")
+    engine = Engine(_core.SwapStore.direct(driver, str(tmp_path)), torch.device("cpu"))
+    tensor = torch.arange(4096.0)
+    key, _ = engine.look(tensor, tensor.nbytes)
+    saved = engine.swap_out(tensor, key, 0)
+    view, address = _core.view_of(tensor, saved, 0), tensor.data_ptr()
+    del tensor
+    view.restore().numpy().fill(1)  # as a kernel does, which counts no version; the copy has not begun
+    saved.wait_copied_out()
+    assert not saved.is_swapped_out
+    assert not saved.prefetch()
+    again = view.restore()
+    assert (again.data_ptr(), again.sum().item()) == (address, 4096)
+    assert engine.resident.now == again.nbytes
+    del view, saved, again
+    assert (engine.resident.now, engine.live_records, engine.store.stats()["live_tickets"]) == (0, 0, 0)
+
+
+@pytest.mark.only_cpu("oneDNN's kernel")
+def test_two_backward_passes_over_an_lstm(offloaded):
+    """Its backward writes to the workspace that forward has saved."""
+    torch.manual_seed(0)
+    lstm = nn.LSTM(64, 128, 2, batch_first=True)
+    inputs = [torch.randn(4, 20, 64) for _ in range(4)]
+
+    def run(model, step, settle):
+        found = []
+        for x in inputs:
+            y, _ = model(x)
+            for loss in (y.square().mean(), y.abs().mean()):
+                found += torch.autograd.grad(loss, list(lstm.parameters()), retain_graph=True)
+        return found
+
+    offloaded.compare(run, lambda x: lstm(x))
