@@ -239,6 +239,73 @@ def test_memory_limit_is_kept_while_gradients_accumulate(tmp_path):
         assert handle.plan.swaps or handle.plan.recomputes
 
 
+class Holder:
+    """A batch of a type that only the program knows."""
+
+    def __init__(self, x):
+        self.x = x
+
+
+class Reading(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(*[each for _ in range(6) for each in (nn.Linear(256, 256), nn.GELU())])
+
+    def forward(self, batch):
+        return self.body(batch.x)
+
+
+def with_target(model, x):
+    return nn.functional.cross_entropy(model(Holder(x)), x.flip(0).softmax(1))
+
+
+def held_by_the_program(model, x):
+    batch, target = Holder(x), x.flip(0)
+    return nn.functional.mse_loss(model(batch), target), batch, target
+
+
+def with_penalty(model, x):
+    x = x.detach().requires_grad_()
+    y = model(Holder(x))
+    (gradient,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+    return y.square().mean() + gradient.square().mean()
+
+
+@pytest.mark.parametrize(
+    ("loss_of", "fraction"),
+    [(with_target, 2.0), (with_target, 0.8), (held_by_the_program, 0.8), (with_penalty, 2.0)],
+)
+def test_what_the_program_holds_counts_and_what_a_double_backward_allocates(loss_of, fraction, tmp_path):
+    def run(handle=None):
+        results, peaks = [], []
+        for step in range(5):
+            x = torch.randn(512, 256, generator=torch.Generator().manual_seed(step))
+            peak = Peak()
+            with peak.watch() if step >= 2 else nullcontext():
+                with handle.step() if handle is not None and loss_of is not with_penalty else nullcontext():
+                    made = loss_of(model, x)
+                loss = made[0] if isinstance(made, tuple) else made
+                loss.backward()
+            peaks.append(peak.nbytes + x.nbytes)
+            results += [loss.detach(), *(parameter.grad.clone() for parameter in model.parameters())]
+            del loss, made, x
+        return results, max(peaks[2:]) + held_bytes(model, optimizer) + sum(p.nbytes for p in model.parameters())
+
+    torch.manual_seed(0)
+    model = Reading()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    expected, plain_peak = run()
+    model.zero_grad(set_to_none=False)
+    limit = int(fraction * plain_peak)
+    with enabled(model, memory_limit=limit, spill_dir=tmp_path) as handle:
+        model.zero_grad()
+        found, peak = run(handle)
+        assert_equal(found, expected)
+        assert handle.plan.unswapped_peak_bytes == pytest.approx(plain_peak, rel=0.05)
+        assert peak <= limit
+        assert bool(handle.plan.swaps or handle.plan.recomputes) is (fraction < 1)
+
+
 def test_trace_is_that_of_the_step(tmp_path):
     model, optimizer = make(blocks=2)
     with enabled(model, spill_dir=tmp_path) as handle:

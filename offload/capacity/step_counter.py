@@ -21,7 +21,8 @@ from offload.control.profile_listener import RecordedStep
 from offload.plan.trace import Node, Trace
 from offload.profiling.allocations import NO_NODE, Event, footprint
 from offload.profiling.model_state import tensors_in
-from offload.profiling.profiler import Recorder, SavedStorage, tensor_of
+from offload.profiling.profiler import Recorder
+from offload.profiling.saved_storage import SavedStorage, tensor_of
 from offload.torch_compat.autograd import call_at_end_of_backward
 from offload.torch_compat.call_stack import running_module
 from offload.torch_compat.dispatch import OperatorMode

@@ -38,7 +38,7 @@ class Footprint:
     others: list[int]  # for each node: the maximum, without saved tensors
     gradients: list[int]  # for each node: the part of `others` that is gradients allocated before the node began
     made_gradients: int  # those of all nodes
-    produced: Mapping[int, int]  # saved tensor's id → the node that allocated it, if known
+    produced: Mapping[int, int]  # storage's id → the node that allocated it; storages from before the step are missing
 
 
 class StepAllocations:
@@ -123,10 +123,9 @@ class StepAllocations:
         places: Mapping[int, int],
         gradient_places: Set[int],
         node_count: int,
-        backward_nodes: Set[int] = frozenset(),
     ) -> Footprint:
         """Return the bytes by node that do not belong to `saved`: see the function `footprint`."""
-        return footprint(self._events, saved, places, gradient_places, node_count, backward_nodes)
+        return footprint(self._events, saved, places, gradient_places, node_count)
 
 
 def footprint(
@@ -135,15 +134,15 @@ def footprint(
     places: Mapping[int, int],
     gradient_places: Set[int],
     node_count: int,
-    backward_nodes: Set[int] = frozenset(),
 ) -> Footprint:
     """Return the bytes of each node that do not belong to the tensors `saved`.
 
-    `places` has the addresses of their storages by id. Memory that the engine allocates for reloaded tensors is not
-    counted: the trace counts it with these tensors. Nor is memory that outlives a part that `apart` marks: it is
-    counted with the optimizer's state. Gradients are the allocations at `gradient_places` that still exist at the end.
-    What is allocated between a backward pass and a forward node (the forward computes a gradient) belongs to the last
-    node of this backward pass.
+    `places` has the addresses of saved storages by id, also of others than `saved`. Memory that the engine allocates
+    for reloaded tensors is not counted: the trace counts it with these tensors. Nor is memory that outlives a part that
+    `apart` marks: it is counted with the optimizer's state. Gradients are the allocations at `gradient_places` that
+    still exist at the end. What is allocated between the end of a backward pass and a later node belongs to the last
+    node of this backward pass, without what optimizers allocate: the forward may compute a gradient, and the nodes with
+    which another backward pass begins may unpack nothing, as in a double backward.
 
     Parameters
     ----------
@@ -161,10 +160,10 @@ def footprint(
     for number, (kind, which, nbytes) in enumerate(events):
         if kind == "node":
             node = which if which != NO_NODE else node
-        elif kind == "saved" and which in wanted:
+        elif kind == "saved" and which in places:
             found = live.get(places[which])
             if found is not None and which not in produced:
-                owned[found[0]] = owned.get(found[0], 0) + wanted[which].bytes
+                owned[found[0]] = owned.get(found[0], 0) + (wanted[which].bytes if which in wanted else 0)
                 produced[which] = found[1]
         elif kind == "apart":
             outliving.update((apart or {}).values())
@@ -182,28 +181,24 @@ def footprint(
         _, node, nbytes = live[place]
         gradients[min(node + 1, node_count)] += nbytes
     *before, made = accumulate(gradients)
-    others = _others(events, owned, outliving, node_count, backward_nodes)
+    others = _others(events, owned, outliving, node_count)
     return Footprint(others, before, made, produced)
 
 
-def _others(
-    events: Iterable[Event],
-    owned: Mapping[int, int],
-    uncounted: Set[int],
-    node_count: int,
-    backward_nodes: Set[int],
-) -> list[int]:
+def _others(events: Iterable[Event], owned: Mapping[int, int], uncounted: Set[int], node_count: int) -> list[int]:
     highest = [0] * node_count
     charged: dict[int, int] = {}  # address → bytes of the allocation that are counted until it is freed
-    node, now, reloading = 0, 0, False
+    node, now, reloading, is_apart = 0, 0, False, False
     latest, paused = 0, 0  # the last node before a pause, and the most bytes since the pause began
     for number, (kind, which, nbytes) in enumerate(events):
         if kind == "node":
             if which == NO_NODE:
                 latest, paused = (latest, paused) if node == NO_NODE else (node, now)
-            elif node == NO_NODE and which not in backward_nodes:
+            elif node == NO_NODE:
                 highest[latest] = max(highest[latest], paused)
             node = which
+        elif kind == "apart":
+            is_apart = bool(which)
         elif kind == "reload":
             reloading = bool(which)
         elif kind == "alloc":
@@ -211,7 +206,7 @@ def _others(
             now += charged[which]
         elif kind == "free":
             now -= charged.pop(which, 0)
-        paused = max(paused, now)
+        paused = paused if is_apart else max(paused, now)
         if node < node_count:
             highest[node] = max(highest[node], now)
     return highest

@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 from torch import nn
 
 from offload._core import SwappedStorage
-from offload.plan.trace import Node, SavedTensor, Trace
+from offload.plan.trace import Node, Trace
 from offload.profiling.allocations import StepAllocations
 from offload.profiling.model_state import HeldBytes
+from offload.profiling.saved_storage import SavedStorage, tensor_of
 from offload.runtime.engine import Engine, has_storage
 from offload.runtime.executor import Stopwatch
 from offload.runtime.hooks import innermost_step_hooks
@@ -31,7 +32,6 @@ from offload.torch_compat.backward_pass import current_node
 from offload.torch_compat.call_stack import running_module
 from offload.torch_compat.compiled import is_compiled_node
 from offload.torch_compat.modules import gradients_of
-from offload.torch_compat.tensors import StorageWatch
 
 _ROOT = "forward"
 
@@ -121,18 +121,6 @@ class Recorder:
 
     def _advance(self) -> None:
         self.order.node_count += 1
-
-
-@dataclass
-class SavedStorage:
-    """All packs of one storage in the recorded step: they are swapped together."""
-
-    alive: StorageWatch
-    place: int
-    nbytes: int
-    entries: list[int] = field(default_factory=list)  # pack indices
-    input_bytes: int = 0  # how many of its bytes count as an input, in use before the step
-    last_forward: int | None = None  # last node in which code other than offload held the storage; None: it still does
 
 
 @dataclass(frozen=True)
@@ -276,6 +264,7 @@ class Profiler(Recorder):
                 nbytes,
                 # On an accelerator, the bytes in use before the step include all of its storage.
                 input_bytes=nbytes if input_bytes and self._engine.is_accelerator else input_bytes,
+                follows_backward=bool(self.order.backward_nodes),
             )
             self._all_saved.append(storage)
         storage.entries.append(pack_index)
@@ -334,23 +323,25 @@ class Profiler(Recorder):
         if measured is None or not self.stop():
             return None
         members: dict[int, Sequence[int]] = {}
-        places: dict[int, int] = {}
+        places = {storage.entries[0]: storage.place for storage in self._all_saved}
         inputs: dict[int, int] = {}
         saved = []
         for storage in self._all_saved:
             tensor = tensor_of(storage, self.order)
             if tensor is not None:
                 members[tensor.id] = tuple(storage.entries)
-                places[tensor.id] = storage.place
                 inputs[tensor.id] = storage.input_bytes
                 saved.append(tensor)
         backward = set(self.order.backward_nodes)
-        found = self._memory.footprint(saved, places, self._gradient_places, node_count, backward)
+        found = self._memory.footprint(saved, places, self._gradient_places, node_count)
         knows = self._memory.complete and bool(self._watched_to_the_end)
         # A storage that was allocated in the step is no input: the identity of a freed input may be in use again.
         twice = {number: nbytes for number, nbytes in inputs.items() if nbytes and number not in found.produced}
         held_bytes = max(0, self._held.total - sum(twice.values()))
-        produced = {**dict.fromkeys(twice, 0), **found.produced}
+        others = self._from_before(found.produced) if knows else []
+        held_bytes += sum(each.nbytes for each in others if each.entries[0] not in members)
+        from_before = dict.fromkeys([*twice, *(each.entries[0] for each in others)], 0)
+        produced = {**from_before, **found.produced}
         trace = Trace(
             nodes=tuple(
                 Node(name, seconds, number in backward)
@@ -363,30 +354,16 @@ class Profiler(Recorder):
         gradients, made = found.gradients, found.made_gradients
         return Profile(self.order, trace, members, gradients, self._held, knows, made, frees_inputs=bool(twice))
 
+    def _from_before(self, produced: Mapping[int, int]) -> list[SavedStorage]:
+        """Return the storages that are older than the step and not counted in the bytes in use before it.
 
-def tensor_of(storage: SavedStorage, order: StepOrder) -> SavedTensor | None:
-    """Return the tensor of the trace; None if other code holds the storage in backward.
-
-    Its `produced` is `packed` for now; `Profiler.profile` replaces it with the node of the allocation, if it is known.
-    """
-    entries = [order.entries[pack_index] for pack_index in storage.entries]
-    last = order.node_count - 1
-    first_backward = min((e.first_backward for e in entries if e.first_backward is not None), default=last)
-    packed = max(entry.packed for entry in entries)
-    last_forward = storage.last_forward
-    if last_forward is None or not packed <= max(last_forward, packed) < first_backward:
-        return None
-    copied = sum(entry.nbytes for entry in entries)
-    return SavedTensor(
-        id=storage.entries[0],
-        bytes=max(copied, storage.nbytes),  # a view that is kept keeps all of its storage; its entry may be smaller
-        produced=packed,
-        packed=packed,
-        last_forward=max(last_forward, packed),
-        first_backward=first_backward,
-        last_use=max((e.last_use for e in entries if e.last_use is not None), default=last),
-        copy_bytes=copied if 0 < copied < storage.nbytes else None,
-    )
+        For example a loss's target, or a batch in an object of the program's own. On an accelerator, these bytes
+        include all storages. Saved after an inner backward pass, a storage may be one that the engine has reloaded.
+        """
+        if self._engine.is_accelerator:
+            return []
+        unknown = [each for each in self._all_saved if each.entries[0] not in produced]
+        return [each for each in unknown if not each.input_bytes and not each.follows_backward]
 
 
 def _unwatch(memory: StepAllocations, saved: list[SavedStorage]) -> None:
