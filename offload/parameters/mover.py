@@ -27,7 +27,7 @@ from offload.runtime.engine import REFUSALS, Engine
 from offload.runtime.forward_wrapper import ForwardWrapper
 from offload.runtime.hooks import StepHooks
 from offload.torch_compat.compiled import compiled_parts, is_compiled, untraceable_wrappers, wrappers_of
-from offload.torch_compat.modules import is_sharded, own_parameters, walk
+from offload.torch_compat.modules import is_sharded, own_parameters, scripted_parameters, walk
 from offload.torch_compat.optimizers import allow_foreach
 from offload.torch_compat.overrides import is_held_alone, requires_grad_of, unseen
 from offload.units import format_bytes
@@ -181,9 +181,12 @@ class ParameterMover:
         self.counts.is_sharded = is_sharded(model)
         if self.counts.is_sharded:
             return
-        for module in walk(model):
+        modules = walk(model)
+        scripted = scripted_parameters(modules)
+        for module in modules:
             for parameter in own_parameters(module):
-                if type(parameter) is nn.Parameter and "_offload_stored" not in parameter.__dict__:
+                is_plain = type(parameter) is nn.Parameter and "_offload_stored" not in parameter.__dict__
+                if is_plain and id(parameter) not in scripted:
                     held += self.leave(parameter)
         self.counts.held = held
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import torch
 from torch import Tensor, nn
 
-__all__ = ["gradients_of", "is_sharded", "own_parameters", "state_tensors", "walk"]
+__all__ = ["gradients_of", "is_sharded", "own_parameters", "scripted_parameters", "state_tensors", "walk"]
 
 _SHARDED = frozenset(("FSDPModule", "FullyShardedDataParallel"))
 
@@ -61,6 +62,12 @@ def walk(model: nn.Module) -> list[nn.Module]:
                 seen.add(id(child))
                 found.append(child)
     return found
+
+
+def scripted_parameters(modules: Iterable[nn.Module]) -> frozenset[int]:
+    """Return the identities of parameters of TorchScript modules, whose parts are called from C++."""
+    scripted = [module for module in modules if isinstance(module, torch.jit.ScriptModule)]
+    return frozenset(id(parameter) for module in scripted for parameter in own_parameters(module))
 
 
 def own_parameters(module: nn.Module) -> list[nn.Parameter]:
