@@ -214,7 +214,9 @@ MISTAKES: dict[str, Callable[[], object]] = {
     "no trace by hand": with_handle(lambda _, handle: handle.trace(), n_tensors=-1),
     "timeline's ending": with_handle(lambda _, handle: handle.timeline("step.txt")),
     "two timelines": with_handle(lambda _, handle: [handle.timeline("step.html") for _ in range(2)]),
-    "torch.func": with_handle(lambda model, _: torch.func.grad(lambda x: model(x).sum())(torch.ones(2, 256))),
+    "torch.func": with_handle(
+        lambda model, _: torch.func.grad(lambda x: model(x).sum())(torch.ones(2, 256)), parameters="all"
+    ),
     "infeasible": lambda: train(make_model(), memory_limit="1MiB"),
     "changed in place": change_in_place,
     "steps": lambda: accumulator(steps=0),

@@ -33,15 +33,22 @@ from offload.runtime.counters import Count, Counts
 from offload.runtime.engine import Engine
 from offload.runtime.executor import StepObserver
 from offload.runtime.hooks import innermost_step_hooks
+from offload.runtime.refusals import check_hooks
 from offload.runtime.schedule import StepOrder
 from offload.torch_compat import late_writes
 from offload.torch_compat.allocation_profile import prepare
 from offload.torch_compat.compiled import has_compiled_parts
+from offload.torch_compat.dispatch import is_transformed
 from offload.torch_compat.tensors import has_own_bytes
 
-__all__ = ["DeviceSession"]
+__all__ = ["TRANSFORMED", "DeviceSession"]
 
 log = logging.getLogger("offload")
+
+TRANSFORMED = (
+    "NOTHING IS SWAPPED in a forward pass that a transform of torch.func (vmap, jvp, grad, …) runs, and memory_limit "
+    "does not apply to it; handle.step() around a vmap or jvp swaps there too"
+)
 
 
 class DeviceSession:
@@ -96,6 +103,7 @@ class DeviceSession:
         self._model = weakref.ref(model)
         self._local = threading.local()
         self._warned: set[type] = set()
+        self._warned_of_transforms = False
         self._watches = late_writes.watch(model) if options.n_tensors != 0 else []
         fixed = options.n_tensors == 0 or (options.n_tensors is not None and options.lookahead_nodes is not None)
         if fixed and on_profile is None:
@@ -226,6 +234,26 @@ class DeviceSession:
         self._explain(error, self, path)
 
     # -- called by the enabled model ----------------------------------------------------------------------------------
+
+    def is_transformed(self, *, needs_hooks: bool) -> bool:
+        """Return whether a transform of torch.func runs in this thread, in which nothing is swapped, and log this once.
+
+        The shapes that the model sees there are not those of its tensors in memory, its parameters may be wrapped, and
+        some transforms forbid saved-tensor hooks.
+
+        Raises
+        ------
+        RuntimeError
+            The transform forbids hooks, and `needs_hooks` is True, because parameters move.
+        """
+        if not is_transformed():
+            return False
+        if needs_hooks:
+            check_hooks()
+        if not (self._warned_of_transforms or _is_in_step(weakref.ref(self))):
+            self._warned_of_transforms = True
+            log.warning("%s", TRANSFORMED)
+        return True
 
     def begin_step(self) -> None:
         """Begin a forward pass in this thread, outside of excluded modules.

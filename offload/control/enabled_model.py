@@ -172,7 +172,9 @@ class EnabledModel:
         model = self.model
         if not (self.is_enabled and self.wraps and model is not None and model.training and torch.is_grad_enabled()):
             return False
-        return not is_tracing() and self._is_in_place(model)
+        if is_tracing() or self.on_device.is_transformed(needs_hooks=self.parameters is not None):
+            return False
+        return self._is_in_place(model)
 
     def _is_in_place(self, model: nn.Module) -> bool:
         """Return whether the engine's device holds the model, or a part of it.
@@ -286,10 +288,7 @@ class EnabledModel:
     def _around_compiled(
         self, wrapper: ForwardWrapper, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Iterator[None]:
-        """Run around the module that torch.compile returned.
-
-        During the call the wrapper of `forward` is removed, so that the compiled graph is that of the plain model.
-        """
+        """Run around torch.compile's result, without the wrapper of `forward`: the graph is that of the plain model."""
         around = self._around_forward(args, kwargs)
         try:
             with around, wrapper.lifted():

@@ -40,9 +40,8 @@ _SUMS = frozenset(
 
 def has_storage(tensor: torch.Tensor) -> bool:
     """Return whether a tensor is a plain strided one, so that it has a storage (perhaps shared with other tensors)."""
-    return (
-        type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided and not tensor.is_nested
-    )
+    is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
+    return is_plain and has_own_bytes(tensor)
 
 
 def storage_bytes(tensors: Iterable[torch.Tensor | None]) -> dict[int, int]:
@@ -55,7 +54,7 @@ def bytes_taken(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
     """Return the bytes that plain tensors take of each storage, at most all of it, by the storage's identity."""
     known: dict[int, int] = {}
     for tensor in tensors:
-        if has_storage(tensor) and has_own_bytes(tensor):
+        if has_storage(tensor):
             storage = tensor.untyped_storage()
             identity = storage_identity(storage)
             known[identity] = min(known.get(identity, 0) + tensor.nbytes, storage.nbytes())

@@ -18,9 +18,9 @@ from offload.devices.device import is_known
 from offload.torch_compat.autograd import hooks_forbidden_reason
 
 FUNCTION_TRANSFORMS = (
-    "torch.func.grad, vjp, jacrev and hessian do not work with saved-tensor hooks, which offload needs: call "
-    "offload.disable(model) before them and offload.enable after, or use torch.autograd.grad (with create_graph=True "
-    "for higher derivatives); torch.func.vmap, jvp, jacfwd and functional_call work on an enabled model"
+    "torch.func.grad, vjp, jacrev and hessian forbid saved-tensor hooks, which offload needs within a step, and always "
+    "if it moves parameters: call offload.disable(model) before them and offload.enable after, or use "
+    "torch.autograd.grad (with create_graph=True for higher derivatives)"
 )
 
 HOOKS_AROUND = (

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 __all__ = [
     "OperatorMode",
     "can_record",
+    "is_transformed",
     "mode_count",
     "modes_of_others",
     "push_mode",
@@ -33,8 +34,19 @@ push_mode: Callable[[TorchDispatchMode], None] = torch._C._push_on_torch_dispatc
 # Returns a callable if this thread is inside a region of torch.compile, including its eager parts.
 _tracer: Callable[[], object] = torch._C._dynamo.eval_frame.get_eval_frame_callback
 
+# Returns the number of transforms of torch.func that this thread runs; None if it runs none.
+_transform_level: Callable[[], int | None] = torch._C._functorch.maybe_current_level
+
 # The globals of functions that apply a transform of torch.func: `vmap`, and `jvp`, `grad` and the others.
 _VMAP, _EAGER_TRANSFORMS = vars(vmap), vars(eager_transforms)
+
+
+def is_transformed() -> bool:
+    """Return whether a transform of torch.func (vmap, jvp, grad, …) runs in this thread, outside of operators.
+
+    Parameters may then be wrapped, and so would be the tensors that offload makes.
+    """
+    return _transform_level() is not None
 
 
 def restores_keys() -> bool:

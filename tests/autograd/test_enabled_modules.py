@@ -238,7 +238,7 @@ def test_vmap(offloaded):
     handle = offloaded.compare(
         run, make=lambda: nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64)), swaps=None
     )
-    assert handle.report().steps == 3
+    assert handle.report().steps == 0  # what a transform runs is no step
 
 
 def test_functional_call_with_other_parameters(offloaded):

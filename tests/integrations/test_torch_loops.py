@@ -6,10 +6,14 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
+from torch.autograd import forward_ad
+from torch.func import functional_call
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 from torch_rig import KNOBS, Blocks, assert_same, batch, make_blocks, train
 
 import offload
+from offload.control.device_session import TRANSFORMED
 from offload.runtime.refusals import FUNCTION_TRANSFORMS
 
 STEPS = 4
@@ -188,19 +192,14 @@ TRANSFORMS = {
 
 
 @pytest.mark.parametrize("name", TRANSFORMS)
-@pytest.mark.parametrize("where", ["around the model", "around the step", "within the step"])
-def test_transforms_that_forbid_hooks_say_what_to_do(name, where):
-    model, handle = enabled_blocks()
+@pytest.mark.parametrize("why", ["within the step", "parameters move"])
+def test_transforms_that_forbid_hooks_say_what_to_do(name, why):
+    model = make_blocks()
+    handle = offload.enable(model, **KNOBS, parameters="all" if why == "parameters move" else False)
     x = batch(0, rows=4)
-
-    def within(each):
-        with handle.step():
-            return model(each)
-
-    target = within if where == "around the step" else model
-    around = handle.step() if where == "within the step" else nullcontext()
+    around = handle.step() if why == "within the step" else nullcontext()
     with pytest.raises(RuntimeError, match=r"call offload\.disable\(model\) before them") as raised, around:
-        TRANSFORMS[name](target, x)
+        TRANSFORMS[name](model, x)
     assert FUNCTION_TRANSFORMS in str(raised.value)
     assert "Please open an issue" not in str(raised.value)
     # Nothing is left entered, and the remedy is one.
@@ -248,21 +247,107 @@ def test_remedy_of_autograd_grad_works():
     handle.disable()
 
 
+def named(model, factor=1.0):
+    """Copies of the parameters, by name."""
+    return {name: parameter.detach() * factor for name, parameter in model.named_parameters()}
+
+
+def ensemble(model, x):
+    """The gradients of two models that are trained as one."""
+    both = {name: torch.stack([value, value * 0.5]).requires_grad_() for name, value in named(model).items()}
+    torch.vmap(lambda each: functional_call(model, each, (x,)))(both).square().mean().backward()
+    return [value.grad for value in both.values()]
+
+
+def forward_over_reverse(model, x):
+    with forward_ad.dual_level():
+        out = forward_ad.unpack_dual(model(forward_ad.make_dual(x, torch.ones_like(x))))
+        loss = out.tangent.square().sum()
+        return [*out, *torch.autograd.grad(loss, list(model.parameters()), materialize_grads=True)]
+
+
+TRANSFORMS_THAT_WORK = {
+    **TRANSFORMS,
+    "jvp": lambda model, x: torch.func.jvp(model, (x,), (torch.ones_like(x),)),
+    "jvp over parameters": lambda model, x: torch.func.jvp(
+        lambda each: functional_call(model, each, (x,)), (dict(model.named_parameters()),), (named(model, 0.5),)
+    ),
+    "vmap": lambda model, x: torch.vmap(model)(x),
+    "vmap over parameters": ensemble,
+    "jacfwd": lambda model, x: torch.func.jacfwd(model)(x[0]),
+    "grad over parameters": lambda model, x: torch.func.grad(
+        lambda each: functional_call(model, each, (x,)).square().sum()
+    )(dict(model.named_parameters())),
+    "functional_call": lambda model, x: functional_call(model, named(model, 0.5), (x,)),
+    "autograd.functional.jvp": lambda model, x: torch.autograd.functional.jvp(model, x, torch.ones_like(x)),
+    "forward_ad": forward_over_reverse,
+}
+TRANSFORMED_AT = 0, 1, 5  # before these steps of a training
+
+
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", ["vmap", "jvp", "jacfwd", "functional_call"])
-def test_transforms_that_work(name):
+@pytest.mark.parametrize("name", TRANSFORMS_THAT_WORK)
+@pytest.mark.parametrize("knobs", [{}, {"memory_limit": "1GiB"}, {"n_tensors": -1}], ids=str)
+def test_transforms_that_work(name, knobs):
+    """At a model's first step, its second one, and one that follows a plan. The training goes on as without them."""
+
     def run(model):
-        x = batch(0, rows=4)
-        if name == "vmap":
-            return torch.vmap(model)(x)
-        if name == "jvp":
-            return torch.func.jvp(model, (x,), (torch.ones_like(x),))[1]
-        if name == "jacfwd":
-            return torch.func.jacfwd(model)(x[0])
-        others = {key: value.detach() * 0.5 for key, value in model.named_parameters()}
-        return torch.func.functional_call(model, others, (x,))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        results = []
+        for number in range(8):
+            optimizer.zero_grad()
+            if number in TRANSFORMED_AT:
+                results.append(TRANSFORMS_THAT_WORK[name](model, batch(number, rows=4)))
+            loss = model(batch(number)).square().mean()
+            loss.backward()
+            results.append(loss.detach())
+            optimizer.step()
+        return tree_leaves([results, list(model.parameters())])
 
     expected = run(make_blocks())
+    model = make_blocks()
+    with offload.enable(model, min_tensor_bytes="1KiB", **knobs) as handle:
+        assert_same([run(model)], [expected])
+        is_transform = name not in ("functional_call", "autograd.functional.jvp", "forward_ad")
+        assert handle.report().steps == 8 + (0 if is_transform else len(TRANSFORMED_AT))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_transform_leaves_a_step_to_its_program(caplog):
+    """`handle.step()` in a transform begins no step; that nothing is swapped is said once."""
     model, handle = enabled_blocks()
-    assert torch.equal(run(model), expected)
+
+    def within(each):
+        with handle.step():
+            return model(each)
+
+    x = batch(0, rows=4)
+    expected = TRANSFORMS["grad"](make_blocks(), x)
+    assert torch.equal(TRANSFORMS["grad"](within, x), expected)
+    assert torch.equal(TRANSFORMS["grad"](model, x), expected)
+    assert [record.getMessage() for record in caplog.records] == [TRANSFORMED]
+    assert handle.report().steps == 0
     handle.disable()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_transforms_within_a_step(caplog):
+    """The step's hooks see the tensors that the transform saves, while the model has the transform's parameters."""
+
+    def run(model, around):
+        both = {name: torch.stack([value, value * 0.5]).requires_grad_() for name, value in named(model).items()}
+        found = []
+        for number in range(STEPS):
+            with around():
+                out = torch.vmap(lambda each, x: functional_call(model, each, (x,)), (0, None))(both, batch(number))
+                loss = out.square().mean()
+            found.append([loss.detach(), *torch.autograd.grad(loss, list(both.values()))])
+        return found
+
+    expected = run(make_blocks(), nullcontext)
+    for knobs in ({}, {"n_tensors": -1}):
+        model = make_blocks()
+        with offload.enable(model, min_tensor_bytes="1KiB", **knobs) as handle:
+            assert_same(run(model, handle.step), expected)
+            assert handle.report().swapped.tensors > 0
+    assert not caplog.records
