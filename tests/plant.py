@@ -112,6 +112,7 @@ class Executor:
     """Stands in for what follows a schedule: its step is over at once."""
 
     on_schedule = True
+    is_disturbed = False
     peak_bytes = None
     recompute_seconds = 0.0
     missed: frozenset[int] = frozenset()

@@ -99,7 +99,7 @@ def test_a_search_that_ends_with_nothing_swapped_ends_the_return_of_large_blocks
 
 def test_no_plan_is_borrowed_from_a_profile_without_temporaries():
     def state(incomplete):
-        return SignatureState(planned=SimpleNamespace(lacks_temporaries=incomplete))
+        return SignatureState(planned=SimpleNamespace(is_incomplete=incomplete))
 
     def signature(rows):
         return Signature(((rows, 4),), (torch.float32,), 16 * rows)

@@ -130,7 +130,7 @@ class PlanController:
             lender = None if planned else larger_signature(self._states, signature, state, self._limits.borrow_from)
             if lender is not None:
                 return self._borrow(state, signature, lender, model, held)
-            if planned is None or planned.lacks_temporaries:
+            if planned is None or planned.is_incomplete:
                 return self._record(state, model, held())
             if planned.trial is not None and not planned.trial.is_as_recorded:
                 self.regions.repeat_trial(planned)
@@ -353,12 +353,12 @@ class PlanController:
             if profile.trace.tensors:
                 swap_seconds = measured.hook_seconds / len(profile.trace.tensors)
                 link = replace(link, swap_seconds=min(swap_seconds, self._limits.swap_seconds_max))
-        before = state.planned
-        incomplete = 0 if profile.knows_temporaries else 1 + (before.incomplete_profiles if before else 0)
+        earlier = state.planned.incomplete_profiles if state.planned is not None else 0
+        is_complete = profile.knows_temporaries and not profiler.stopwatch.is_disturbed
         held = profile.held
         if self._on_profile is not None:  # `tell_profile` reads `planned.held` now; `_plan` updates it only later
             held = held.raised_to(self._held_before(signature))
-        planned = PlannedStep(self._limits, profile, link, held, signature, incomplete)
+        planned = PlannedStep(self._limits, profile, link, held, signature, 0 if is_complete else earlier + 1)
         self._latest = state.planned = planned
         state.enter(Phase.PLANNING)
         tell_profile(self._on_profile, planned, self._options, self._engine.device)

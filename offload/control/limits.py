@@ -32,8 +32,8 @@ class Limits:
         Largest number of trial steps (see `noise`) that test whether compiled submodules can be recomputed. One that
         differs from the recorded step is repeated; repetitions count.
     incomplete_profiles
-        Number of profiles in a row that may lack the step's temporaries, because another profiler was running. The last
-        of them is used.
+        Number of profiles in a row that may be incomplete: without the step's temporaries, because another profiler was
+        running; or with time and memory of another session's work. The last of them is used.
     replans
         Number of new plans that measured steps may cause in one search.
     recheck_steps, recheck_steps_max

@@ -73,6 +73,9 @@ class ManualStep:
             if measured is None:
                 unread.append(executor)
                 continue
+            if executor.is_disturbed:
+                counts.unmeasured_steps += 1
+                continue
             self.step_seconds.append(measured.step_seconds)
             self.compute_seconds.append(sum(measured.node_seconds))
             if executor.peak_bytes is not None:

@@ -102,7 +102,7 @@ def larger_signature(
     borrow_from
         Number of signatures that must have a profile before a new one may use the plan of a larger one.
     """
-    profiled = [(other, each) for other, each in states.items() if each.planned and not each.planned.lacks_temporaries]
+    profiled = [(other, each) for other, each in states.items() if each.planned and not each.planned.is_incomplete]
     if len(profiled) < borrow_from or state.deviations or not isinstance(signature, Signature):
         return None
     fitting = (

@@ -66,7 +66,8 @@ class PlannedStep:
     signature
         The signature of the step: a `Signature`, or another hashable object in tests.
     incomplete_profiles
-        Number of consecutive profiles, this one included, without the bytes of temporaries; 0 if this one has them.
+        Number of consecutive profiles, this one included, that lack the bytes of temporaries or include time and memory
+        of other sessions' work (`Stopwatch.is_disturbed`); 0 if this one is complete.
     steps, plan_steps, replans
         `steps`: number of steps since the first plan. `plan_steps`: number of steps that have followed the present plan
         since its measurement began, except reference steps and steps that were not measured because of `is_behind`.
@@ -165,8 +166,8 @@ class PlannedStep:
         return len(self.step_seconds) >= self.limits.measurements_before_judging
 
     @property
-    def lacks_temporaries(self) -> bool:
-        """Whether the step has to be profiled again: the profile does not include the step's temporaries."""
+    def is_incomplete(self) -> bool:
+        """Whether the step has to be profiled again."""
         return 0 < self.incomplete_profiles < self.limits.incomplete_profiles
 
     @property
@@ -310,6 +311,8 @@ class PlannedStep:
             self.is_unjudged |= measured is not None
             if measured is None:
                 unread.append(executor)
+            elif executor.is_disturbed:
+                counts.unmeasured_steps += 1
             elif executor.schedule is self.reference:
                 self.search.add_reference(measured, self.costs)
                 row = StepRecord(False, None, measured.step_seconds, measured.stall_seconds, is_reference=True)

@@ -19,6 +19,7 @@ from offload.control.regions import CompiledRegions
 from offload.control.trial import MakeTrial, Recipes, TimedTrial, TrialObserver, is_worth_a_trial
 from offload.options import Options
 from offload.runtime.counters import Counts
+from offload.runtime.disturbance import disturb
 from offload.runtime.engine import Engine
 from offload.runtime.executor import StepObserver, SwapOnDemand
 
@@ -95,6 +96,7 @@ class Trials:
         return self._enter(state, planned, trial)
 
     def _enter(self, state: SignatureState, planned: PlannedStep, trial: TrialObserver) -> StepObserver:
+        disturb()
         planned.trial = trial
         self._counts.trial_steps += 1
         state.enter(Phase.TRIAL)

@@ -20,6 +20,7 @@ from offload.plan import (
     manual_plan,
 )
 from offload.plan.trace import Trace
+from offload.runtime.disturbance import disturb
 
 __all__ = ["wanted_plan"]
 
@@ -57,6 +58,7 @@ def wanted_plan(
     InfeasibleLimitError
         No plan keeps the memory limit.
     """
+    disturb()
     if options.n_tensors is not None:
         return manual_plan(trace, link, options.n_tensors, "auto", limit_bytes=device_bytes)
     if options.least_memory:

@@ -27,6 +27,7 @@ from offload.devices.processor_use import used_by_others
 from offload.options import Options, free_disk_bytes
 from offload.plan import Link
 from offload.profiling.link_measurement import BLOCK_BYTES_MIN, BLOCKS_AT_A_TIME, measure
+from offload.runtime.disturbance import disturb
 from offload.runtime.stores import checks_every_byte, make_store, throttle
 
 __all__ = ["Calibration", "calibrate", "forget_disturbed", "measure_link"]
@@ -194,6 +195,7 @@ def calibrate(
         cached = _of_this_process(path) or _load(path, key)
         if cached is not None:
             return cached
+    disturb()
     with used_by_others() as others:
         rates = measure(store, device, block_bytes, room_bytes)
     found = Calibration(

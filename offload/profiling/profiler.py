@@ -20,6 +20,7 @@ from offload.plan.trace import Node, Trace
 from offload.profiling.allocations import StepAllocations
 from offload.profiling.model_state import HeldBytes
 from offload.profiling.saved_storage import SavedStorage, tensor_of
+from offload.runtime.disturbance import disturb
 from offload.runtime.engine import Engine, has_storage
 from offload.runtime.executor import Stopwatch
 from offload.runtime.hooks import innermost_step_hooks
@@ -322,6 +323,7 @@ class Profiler(Recorder):
         measured = self.stopwatch.measured(node_count)
         if measured is None or not self.stop():
             return None
+        disturb()
         members: dict[int, Sequence[int]] = {}
         places = {storage.entries[0]: storage.place for storage in self._all_saved}
         inputs: dict[int, int] = {}

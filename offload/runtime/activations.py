@@ -144,7 +144,12 @@ class MeteredExecutor(ScheduleExecutor):
         super().__init__(schedule, engine, counts, reason, deviate, stopwatch, self._meter)
         self.held: set[int] = set()
         self.copies.finds_held = finds_held
-        self._measured = stopwatch.measured
+        self._stopwatch = stopwatch
+
+    @property
+    def is_disturbed(self) -> bool:
+        """Whether other work of offload ran during this step, so that its times are not those of the step."""
+        return self._stopwatch.is_disturbed
 
     @property
     def missed(self) -> set[int]:
@@ -158,7 +163,7 @@ class MeteredExecutor(ScheduleExecutor):
 
     def measured(self, node_count: int) -> Measured | None:
         """Return the measured durations of the step; None if it is not over."""
-        return self._measured(node_count)
+        return self._stopwatch.measured(node_count)
 
     def late_packs(self, measured: Measured, least_seconds: float) -> dict[int, float]:
         """Return the seconds that backward waited for late tensors, by first pack index.

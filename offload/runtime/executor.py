@@ -20,6 +20,7 @@ import torch
 
 from offload._core import ActivationMeter, DeviceClock, ScheduleCursor, StepCopies, SwappedStorage
 from offload.runtime.counters import Counts
+from offload.runtime.disturbance import disturbances
 from offload.runtime.engine import Engine
 from offload.runtime.recomputation import DroppedTensors, Recomputation
 from offload.runtime.recomputed_storage import RecomputedStorage
@@ -150,6 +151,8 @@ class Stopwatch:
     ----------
     clock
         Takes the measurements.
+    is_disturbed
+        Whether backward has ended, and `disturb` was called during the step.
     begin, pass_by, arrive, end
         Methods of `clock`.
     """
@@ -157,6 +160,8 @@ class Stopwatch:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self.finished = False  # whether backward has ended
+        self.is_disturbed = False
+        self._disturbances = disturbances()
         self._defers_copy_outs = False
         self._begun = threading.get_ident(), time.thread_time()
         self._thread_seconds: float | None = None
@@ -200,6 +205,7 @@ class Stopwatch:
         self.end_deferral()
         if not ends:
             return
+        self.is_disturbed = disturbances() != self._disturbances
         thread, before = self._begun
         is_known = not self._engine.is_accelerator and threading.get_ident() == thread
         self._thread_seconds = time.thread_time() - before if is_known else None
