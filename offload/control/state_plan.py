@@ -245,7 +245,7 @@ class StatePlanner:
             name = "step_in_backward=True with optimizer_state=True" if states.is_planned else "step_in_backward=True"
             largest = max(map(largest_state_bytes, optimizers)) if states.counts else 0
             ahead_bytes = mover.AHEAD_BYTES + largest if largest else 0
-            text = f"{name} updates parameters in backward and frees their gradients (with one backward pass for each step)"
+            text = f"{name} updates parameters in backward and frees their gradients (one backward pass per step)"
             found.append(GradientKnob(text, self._held.gradient_bytes_max(0), ahead_bytes=ahead_bytes))
         return found
 
