@@ -57,7 +57,7 @@ class StateCounts(_MovedCounts):
     out_bytes, in_bytes : int
         Bytes moved so far, in each direction.
     held : int
-        Tensors that stay because other code holds them, or views of them.
+        Tensors that stay because other code holds them, views of them, or the dictionary that they are in.
     failed : int
         Tensors that stayed because writing them failed; `failure` is the latest error.
     early_bytes : int
@@ -101,8 +101,8 @@ class StateCounts(_MovedCounts):
             yield f"{self.failed} tensors of optimizer state stayed because writing them failed: {self.failure}"
         if self.held:
             yield (
-                f"{self.held} tensors of optimizer state stay because other code holds them, or views of them; if it "
-                "is the dictionary of a checkpoint, free it"
+                f"{self.held} tensors of optimizer state stay because other code holds them, views of them, or their "
+                "dictionary in the optimizer's state; if it is a checkpoint that was loaded, free it"
             )
         if self.whole_steps:
             yield (

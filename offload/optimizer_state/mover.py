@@ -199,13 +199,13 @@ class StateMover:
             if sys.getrefcount(optimizer.state) == HELD_ONCE + 1:  # no other code holds it
                 optimizer.state = defaultdict(dict, dict.items(state))
 
-    def _leave(self, state: StreamedState, key: Any, need: int) -> None:
+    def _leave(self, state: StreamedState, key: Any, need: int, own_holders: int = 0) -> None:
         if key not in self.share:
             state.stay(key)
             return
         # If a tensor came back before its copy-out had ended, the engine holds its memory until `collect`.
         self.engine.collect()
-        self.counts.out_bytes += state.leave(key, SPILL_FIRST + need)
+        self.counts.out_bytes += state.leave(key, SPILL_FIRST + need, own_holders)
         self.limit_writing()
 
     def limit_writing(self) -> None:
@@ -322,7 +322,7 @@ class StateMover:
 
     def leave(self, param: Tensor, need: int) -> None:
         """Start the copy-outs of a parameter's state. `need`: its place in the order in which state is needed again."""
-        self._leave(self._known, param, need)
+        self._leave(self._known, param, need, own_holders=1)  # `BegunStep`
 
     def abandon(self, param: Tensor) -> None:
         """Free the memory of copy-ins that are no longer needed."""
@@ -397,4 +397,4 @@ class StateMover:
             return
         state = self._streamed(optimizer)
         for need, key in enumerate(state.owned()):
-            self._leave(state, key, need)
+            self._leave(state, key, need, own_holders=1)  # `load_state_dict`, until it returns

@@ -45,9 +45,9 @@ _SAMPLE = {"": torch.empty(0)}
 _HELD_ONCE = sys.getrefcount(_SAMPLE[""])  # reference count of a value that only one dictionary holds
 
 
-def is_held(state: dict[Any, Any], key: Any) -> bool:
-    """Return whether other code than this dictionary holds the value of a key."""
-    return sys.getrefcount(dict.__getitem__(state, key)) > _HELD_ONCE
+def is_held(state: dict[Any, Any], key: Any, own_holders: int = 0) -> bool:
+    """Return whether other code than this dictionary and `own_holders` more places holds the value of a key."""
+    return sys.getrefcount(dict.__getitem__(state, key)) > _HELD_ONCE + own_holders
 
 
 def would_leave(state: State, name: Any, device: torch.device, min_nbytes: int) -> bool:
@@ -82,7 +82,7 @@ class StreamedState(defaultdict[Any, State]):
         self.is_moved = True
         self.tensors: dict[Any, list[StateTensor]] = {}
         self._away_nbytes: int | None = 0  # None: out of date, because state has left or come back
-        self.held: dict[Any, int] = {}  # by key: number of tensors that stay because other code holds them
+        self.held: dict[Any, int] = {}  # by key: number of tensors that stay because other code holds or reaches them
         self._asked: dict[Any, int] = {}  # by key: bytes that the program has read or set, oldest first
         self.refused, self.refusal = 0, ""  # how often the copy-out of a tensor could not start, and the latest reason
         self._min_nbytes = min_nbytes
@@ -107,15 +107,17 @@ class StreamedState(defaultdict[Any, State]):
         """Return the bytes of one parameter's tensors that leave; 0 if none has left yet."""
         return sum(each.nbytes for each in self.tensors.get(key, ()))
 
-    def leave(self, key: Any, need: int) -> int:
+    def leave(self, key: Any, need: int, own_holders: int = 0) -> int:
         """Start the copy-outs of those of one parameter's tensors that can leave. Returns their bytes.
 
-        `need` is the spill priority: blocks with a larger one go to disk sooner.
+        `need`: the spill priority; blocks with a larger one go to disk sooner. `own_holders`: how many places that are
+        not the program's hold the dictionary. If the program holds it too, all its tensors stay.
         """
         with self._lock:
-            return self._leave(key, need)
+            return self._leave(key, need, own_holders)
 
-    def _leave(self, key: Any, need: int) -> int:
+    def _leave(self, key: Any, need: int, own_holders: int) -> int:
+        is_reached = key in self and is_held(self, key, own_holders)
         state = self.peek(key)
         convert(key, state)
         self._away_nbytes = None
@@ -132,11 +134,12 @@ class StreamedState(defaultdict[Any, State]):
                 if not is_movable(state[name], self.engine.device, self._min_nbytes):
                     continue
                 # True if another key, an attribute or a variable also holds the tensor, and would read NaN if it left.
-                is_held = sys.getrefcount(state[name]) > _HELD_ONCE + (each is not None) or is_local_held(state[name])
-                if not is_held and not holds_alone(local_of(state[name])):
+                references = sys.getrefcount(state[name]) - (each is not None)
+                stays = is_reached or references > _HELD_ONCE or is_local_held(state[name])
+                if not stays and not holds_alone(local_of(state[name])):
                     self.engine.drain()  # an unfinished copy-out may still hold the memory
-                    is_held = not holds_alone(local_of(state[name]))
-                if is_held:
+                    stays = not holds_alone(local_of(state[name]))
+                if stays:
                     held += 1
                     continue
                 if each is None:
@@ -176,20 +179,25 @@ class StreamedState(defaultdict[Any, State]):
 
         Yields each key after its tensors are replaced. A tensor in several places becomes one copy in these places.
         """
-        states = [state for state in dict.values(self) if isinstance(state, dict)]
-        places = Counter(id(value) for state in states for value in state.values())
         copies: dict[int, tuple[Tensor, Tensor]] = {}  # holds the originals, so that no identity is reused
+        places = Counter(map(id, self._values()))
         for key in list(self):
-            found = self.peek(key)
-            state = found if isinstance(found, dict) else {}
-            for name, value in state.items():
-                if is_movable(value, self.engine.device, self._min_nbytes):
-                    made = copies[id(value)][1] if id(value) in copies else cloned(value)
-                    if places[id(value)] > 1:
-                        copies[id(value)] = value, made
-                    state[name] = made
-                    del made
+            self._own(key, places, copies)  # a function, so that nothing here holds the state that it replaces
             yield key
+
+    def _own(self, key: Any, places: Counter[int], copies: dict[int, tuple[Tensor, Tensor]]) -> None:
+        found = self.peek(key)
+        state = found if isinstance(found, dict) else {}
+        for name, value in state.items():
+            if is_movable(value, self.engine.device, self._min_nbytes):
+                made = copies[id(value)][1] if id(value) in copies else cloned(value)
+                if places[id(value)] > 1:
+                    copies[id(value)] = value, made
+                state[name] = made
+
+    def _values(self) -> Iterator[Any]:
+        for state in dict.values(self):
+            yield from state.values() if isinstance(state, dict) else ()
 
     def begin(self, key: Any) -> int:
         """Start the copy-ins of one parameter's state. Returns the bytes."""
@@ -277,18 +285,13 @@ class StreamedState(defaultdict[Any, State]):
         return result
 
     def _movable_once(self) -> dict[int, int]:
-        """Return the bytes of each tensor that could move and has not left, by identity.
-
-        A tensor that is in several places of the state is left out.
-        """
-        states = [state for state in dict.values(self) if isinstance(state, dict)]
-        places = Counter(id(value) for state in states for value in state.values())
-        values = {id(value): value for state in states for value in state.values() if places[id(value)] == 1}
-        moved = {id(each.tensor) for tensors in self.tensors.values() for each in tensors}
+        """Return the bytes, by identity, of each tensor that could move, has not left and is in one place only."""
+        places = Counter(map(id, self._values()))
+        places.update(id(each.tensor) for tensors in self.tensors.values() for each in tensors)
         return {
-            identity: local_of(value).nbytes
-            for identity, value in values.items()
-            if identity not in moved and is_movable(value, self.engine.device, self._min_nbytes)
+            id(value): local_of(value).nbytes
+            for value in self._values()
+            if places[id(value)] == 1 and is_movable(value, self.engine.device, self._min_nbytes)
         }
 
     def _snapshot(self) -> Snapshot | None:
@@ -304,24 +307,19 @@ class StreamedState(defaultdict[Any, State]):
 
     def _ask(self, key: Any) -> None:
         """Bring one parameter's state into memory because the program reads it."""
-        nbytes = self.fetch(key)
-        if nbytes:
+        if nbytes := self.fetch(key):
             self._note(key, nbytes)
 
     def _note(self, key: Any, nbytes: int) -> None:
-        """Record that the program uses one more parameter's state; move out older state that it no longer holds.
-
-        The oldest state leaves first, until at most `ASKED_BYTES` are recorded.
-        """
+        """Record that the program uses one more parameter's state; move out the oldest of more than `ASKED_BYTES`."""
         self._asked[key] = nbytes
         for each in list(self._asked)[:-1]:
             if sum(self._asked.values()) <= ASKED_BYTES:
                 break
             del self._asked[each]
-            if each in self and not is_held(self, each):
-                self.engine.collect()
-                self.leave(each, SPILL_FIRST)
-                self.engine.limit_in_flight()
+            self.engine.collect()
+            self.leave(each, SPILL_FIRST)
+            self.engine.limit_in_flight()
 
     # -- a dictionary -------------------------------------------------------------------------------------------------
 
