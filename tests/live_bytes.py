@@ -6,11 +6,11 @@ Torch's profiler tells every allocation of torch's own; what the engine brings b
 import weakref
 from contextlib import contextmanager
 
-import torch
 from torch.autograd.profiler import profile, record_function
 
 from offload import _core
 from offload.runtime.engine import Engine
+from offload.torch_compat.borrowed_memory import storage_over
 
 _BLOCK = "block of "
 
@@ -22,7 +22,7 @@ def told_blocks(alignment, told):
         block = _core.HostBlock(nbytes, max(alignment, 64), residue)
         told(nbytes)
         weakref.finalize(block, told, -nbytes)
-        return torch.frombuffer(block, dtype=torch.uint8).untyped_storage()
+        return storage_over(block)
 
     return new_storage
 

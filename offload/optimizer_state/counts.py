@@ -57,7 +57,8 @@ class StateCounts(_MovedCounts):
     out_bytes, in_bytes : int
         Bytes moved so far, in each direction.
     held : int
-        Tensors that stay because other code holds them, views of them, or the dictionary that they are in.
+        Tensors that stay because other code holds them, views of them, their memory (a NumPy array),
+        or the dictionary that they are in.
     failed : int
         Tensors that stayed because writing them failed; `failure` is the latest error.
     early_bytes : int
@@ -101,8 +102,8 @@ class StateCounts(_MovedCounts):
             yield f"{self.failed} tensors of optimizer state stayed because writing them failed: {self.failure}"
         if self.held:
             yield (
-                f"{self.held} tensors of optimizer state stay because other code holds them, views of them, or their "
-                "dictionary in the optimizer's state; if it is a checkpoint that was loaded, free it"
+                f"{self.held} tensors of optimizer state stay because other code holds them, views of them, their "
+                "memory, or their dictionary in the optimizer's state; if it is a checkpoint that was loaded, free it"
             )
         if self.whole_steps:
             yield (
@@ -139,7 +140,7 @@ class GradientCounts(_MovedCounts):
     out_bytes, in_bytes : int
         Bytes moved so far, in each direction.
     held : int
-        How often a gradient stayed because other code held it, or a view of it.
+        How often a gradient stayed because other code held it, a view of it, or its memory (a NumPy array).
     brought : int
         How often a gradient came back because the program changed it or took a view of it before the step.
         `brought_by` is the latest operator.
@@ -161,7 +162,8 @@ class GradientCounts(_MovedCounts):
             times = f"gradients stayed in memory {self.failed} times"
             yield f"{times} because their copy-out could not start: {self.failure}"
         if self.held:
-            yield f"gradients stayed in memory {self.held} times because other code held them, or views of them"
+            times = f"gradients stayed in memory {self.held} times"
+            yield f"{times} because other code held them, views of them, or their memory"
         if self.brought:
             yield (
                 f"gradients came back into memory {self.brought} times before the optimizer's step, because the "

@@ -27,7 +27,7 @@ from offload.optimizer_state.state_tensor import is_movable
 from offload.optimizer_state.stored_gradient import GradientPlace, StoredGradient
 from offload.torch_compat.autograd import call_at_end_of_backward
 from offload.torch_compat.compiled import opaque, untraced
-from offload.torch_compat.optimizers import holds_alone
+from offload.torch_compat.holders import holds_alone
 
 __all__ = ["GradientMover", "why_all_gradients_stay"]
 

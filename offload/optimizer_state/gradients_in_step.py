@@ -13,7 +13,7 @@ from torch import Tensor
 
 from offload.optimizer_state.away_gradient import AwayGradient, record_of
 from offload.optimizer_state.chunks import ChunkedStep
-from offload.torch_compat.optimizers import holds_alone
+from offload.torch_compat.holders import holds_alone
 from offload.torch_compat.tensors import version_of
 
 __all__ = ["abandon", "begin", "bring_back", "lent", "nbytes_moved", "nbytes_of"]

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from offload.options import FREE_DISK_BYTES_MIN, free_disk_bytes, is_in_memory
+from offload.torch_compat.borrowed_memory import storage_over
 from offload.torch_compat.tensors import local_of, sharded_like
 
 __all__ = ["Snapshot"]
@@ -93,7 +94,7 @@ class Snapshot:
             for state, name, like, begin, finished in self._places:
                 # A storage of its own, so that `torch.save` of this copy does not write the others. And torch cannot
                 # copy a DTensor whose local tensor begins within a storage.
-                own = torch.frombuffer(mapped, dtype=torch.uint8, offset=begin, count=like.nbytes).untyped_storage()
+                own = storage_over(mapped, begin, like.nbytes)
                 empty = torch.empty(0, dtype=like.dtype)
                 state[name] = finished(empty.set_(own, 0, like.shape, like.stride()))
 

@@ -10,7 +10,8 @@ from torch import Tensor, UntypedStorage
 
 from offload import _core
 from offload.runtime.engine import Engine, has_storage
-from offload.torch_compat.optimizers import is_in_shared_memory, nan_like
+from offload.torch_compat.holders import is_in_shared_memory
+from offload.torch_compat.optimizers import nan_like
 from offload.torch_compat.tensors import has_own_bytes, local_of, sharded_like
 
 __all__ = ["StateTensor", "cloned", "is_movable", "largest_state_bytes"]

@@ -16,7 +16,7 @@ from offload import _core
 from offload.optimizer_state.counts import GradientCounts
 from offload.runtime.engine import REFUSALS, Engine
 from offload.runtime.unreadable import UnreadableError
-from offload.torch_compat.optimizers import holds_alone
+from offload.torch_compat.holders import holds_alone
 
 __all__ = ["GradientError", "GradientPlace", "StoredGradient"]
 

@@ -22,7 +22,8 @@ from offload.optimizer_state.snapshot import Snapshot
 from offload.optimizer_state.state_tensor import StateTensor, cloned, is_movable
 from offload.runtime.engine import REFUSALS, Engine
 from offload.runtime.unreadable import UnreadableError
-from offload.torch_compat.optimizers import holds_alone, is_called_by_state_dict
+from offload.torch_compat.holders import holds_alone
+from offload.torch_compat.optimizers import is_called_by_state_dict
 from offload.torch_compat.tensors import is_local_held, local_of
 
 __all__ = ["OptimizerStateError", "StreamedState", "would_leave"]

@@ -20,7 +20,7 @@ from torch.multiprocessing.reductions import reduce_tensor
 from offload import _core
 from offload.torch_compat.autograd import hooks_forbidden_reason
 from offload.torch_compat.compiled import opaque
-from offload.torch_compat.optimizers import is_in_shared_memory
+from offload.torch_compat.holders import holds_alone, is_in_shared_memory
 from offload.torch_compat.overrides import (
     GIVES_ADDRESS,
     GIVES_MEMORY,
@@ -30,7 +30,6 @@ from offload.torch_compat.overrides import (
     WITHOUT_GRAPH,
     alias_of,
     call_without_overrides,
-    is_held_alone,
     requires_grad_of,
     writes_without_version,
 )
@@ -166,7 +165,7 @@ def _accessed(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
         same = [parameter for parameter, alias in aliases.values() if alias is result]
         aliases = {}
         for parameter, record in trained:
-            record.is_lent |= not is_held_alone(parameter)
+            record.is_lent |= not holds_alone(parameter)
         return same[0] if same else result
     finally:
         aliases = {}

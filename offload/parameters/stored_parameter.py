@@ -20,11 +20,11 @@ from offload import _core
 from offload.parameters.content import Content, ParameterError
 from offload.parameters.moved_parameter import MovedParameter, is_movable
 from offload.runtime.engine import REFUSALS, Engine
+from offload.torch_compat.holders import holds_alone
 from offload.torch_compat.optimizers import nan_like
 from offload.torch_compat.overrides import (
     alias_of,
     call_without_overrides,
-    is_held_alone,
     requires_grad_of,
     set_data,
     storage_of,
@@ -240,7 +240,7 @@ class StoredParameter:
             return True
         if self._engine.in_flight_bytes:
             self._engine.collect()
-        if not is_held_alone(parameter):
+        if not holds_alone(parameter):
             return False
         if (self.is_lent or not self.is_current_in(parameter)) and not self._store_again(parameter):
             return False

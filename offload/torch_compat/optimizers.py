@@ -17,23 +17,19 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import _default_to_fused_or_foreach, _foreach_supported_types
 from torch.utils import _foreach_utils
 
-from offload.torch_compat.tensors import forbid_writes, storage_identity
+from offload.torch_compat.tensors import forbid_writes
 
 __all__ = [
     "allow_foreach",
     "choose_foreach_for",
     "has_own_hooks",
-    "holds_alone",
     "is_called_by_state_dict",
-    "is_in_shared_memory",
     "is_own_step",
     "nan_like",
     "runs_foreach",
     "step_behind_hooks",
     "steps_through_hooks",
 ]
-
-_holders: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
 
 # Code of the function that runs the step hooks; torch wraps the step of each class in such a function.
 _HOOKED = Optimizer.profile_hook_step(lambda self: None).__code__
@@ -137,25 +133,3 @@ def nan_like(tensor: Tensor) -> Tensor:
     if forbid_writes is not None:
         forbid_writes(one)
     return one.expand(tensor.shape)
-
-
-def _count_holders(tensor: Tensor) -> int:
-    assert _holders is not None
-    return _holders(storage_identity(tensor.untyped_storage()))
-
-
-_ALONE = _count_holders(torch.empty(1)) if _holders is not None else 0
-
-
-def holds_alone(tensor: Tensor) -> bool:
-    """Return whether a tensor covers its whole storage and no other tensor and no other process shares the storage."""
-    storage = tensor.untyped_storage()
-    if _holders is None or storage.nbytes() != tensor.nbytes or tensor.storage_offset() != 0:
-        return False
-    del storage
-    return not is_in_shared_memory(tensor) and _count_holders(tensor) == _ALONE
-
-
-def is_in_shared_memory(tensor: Tensor) -> bool:
-    """Return whether other processes may use a tensor's memory."""
-    return tensor.device.type == "cpu" and tensor.untyped_storage().is_shared()

@@ -11,8 +11,6 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, UntypedStorage
 
-from offload.torch_compat.tensors import storage_identity
-
 __all__ = [
     "GIVES_ADDRESS",
     "GIVES_MEMORY",
@@ -22,7 +20,6 @@ __all__ = [
     "WITHOUT_GRAPH",
     "alias_of",
     "call_without_overrides",
-    "is_held_alone",
     "requires_grad_of",
     "set_data",
     "storage_of",
@@ -65,18 +62,6 @@ def requires_grad_of(parameter: Tensor) -> bool:
     """Whether it is trained."""
     found: bool = call_without_overrides(_REQUIRES_GRAD, (), (parameter,))
     return found
-
-
-def is_held_alone(parameter: Tensor) -> bool:
-    """Whether no other tensor and no other process shares a parameter's storage, all of which it covers."""
-    storage = storage_of(parameter)
-    if _holders is None or (parameter.device.type == "cpu" and storage.is_shared()):
-        return False
-    alias = alias_of(parameter)
-    if storage.nbytes() != alias.nbytes or alias.storage_offset() != 0:
-        return False
-    del storage, alias
-    return _count_holders(parameter) == _ALONE
 
 
 def unseen(function: Callable[..., Result], *args: object) -> Result:
@@ -135,12 +120,3 @@ GIVES_ADDRESS = frozenset(
 SETS_DATA: Any = Tensor.data.__set__  # type: ignore[attr-defined]
 _VERSION = Tensor._version.__get__  # type: ignore[attr-defined]
 _REQUIRES_GRAD = Tensor.requires_grad.__get__  # type: ignore[attr-defined]
-_holders: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
-
-
-def _count_holders(parameter: Tensor) -> int:
-    assert _holders is not None
-    return _holders(storage_identity(storage_of(parameter)))
-
-
-_ALONE = _count_holders(torch.empty(1)) if _holders is not None else 0

@@ -17,6 +17,7 @@ from torch.nn import Parameter
 from offload import _core
 from offload._core import StorageWatch
 from offload.torch_compat.backward_pass import current_node
+from offload.torch_compat.borrowed_memory import storage_over
 
 __all__ = [
     "StorageWatch",
@@ -152,10 +153,6 @@ def _empty(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     return torch.empty(0, dtype=dtype, device=device)
 
 
-def _storage_of_buffer(buffer: Any) -> torch.UntypedStorage:
-    return torch.frombuffer(buffer, dtype=torch.uint8).untyped_storage()
-
-
 def _holders_alone(holders: Callable[[int], int] | None) -> int:
     """Return the value of `holders` for a storage that one tensor holds, when called as the extension does."""
     tensor = torch.empty(1)
@@ -211,7 +208,7 @@ def set_interface(*, dlpack: bool = True) -> bool:
         storage_address=torch.UntypedStorage.data_ptr,
         storage_holders=holders,
         holders_alone=_holders_alone(holders),
-        storage_of_buffer=_storage_of_buffer,
+        storage_of_buffer=storage_over,
         watch_storage=torch.UntypedStorage._weak_ref,
         storage_is_gone=torch.UntypedStorage._expired,
         unwatch_storage=torch.UntypedStorage._free_weak_ref,

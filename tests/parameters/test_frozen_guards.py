@@ -93,10 +93,10 @@ GUARDS = {
         an_address,
     ),
     "what others hold stays": (
-        [(stored_parameter, "is_held_alone", lambda parameter: True)],
+        [(stored_parameter, "holds_alone", lambda parameter: True)],
         functools.partial(sees, "writing through what was read long ago"),
     ),
-    "what others share never leaves": ([(mover, "is_held_alone", lambda parameter: True)], holds_what_is_shared),
+    "what others share never leaves": ([(mover, "holds_alone", lambda parameter: True)], holds_what_is_shared),
     "memory that is put in its place is noticed": (
         [(stored_parameter.StoredParameter, "look", lambda self, parameter: None)],
         functools.partial(sees, "other memory in its place"),

@@ -68,7 +68,7 @@ GUARDS = {
         functools.partial(sees, "writing under no grad", way="alone"),
     ),
     "who was given a view may have written": (
-        [(moved_parameter, "is_held_alone", lambda parameter: True)],
+        [(moved_parameter, "holds_alone", lambda parameter: True)],
         functools.partial(sees, "writing through views"),
     ),
     "fused kernels change no version": (
@@ -76,7 +76,7 @@ GUARDS = {
         lambda folder: training.test_kernels_for_many_parameters_at_once({"fused": True}, "alone", folder),
     ),
     "a layer may write to its own weight in forward": (
-        [(moved_parameter, "GIVES_MEMORY", frozenset()), (moved_parameter, "is_held_alone", lambda parameter: True)],
+        [(moved_parameter, "GIVES_MEMORY", frozenset()), (moved_parameter, "holds_alone", lambda parameter: True)],
         functools.partial(bits, kind=trained_rig.Clipped, way="alone"),
     ),
     "what the graph of a single function saves is known": (

@@ -1,0 +1,52 @@
+"""Whether anything besides one tensor can reach its memory. Memory leaves only if nothing can."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, UntypedStorage
+
+from offload.torch_compat.borrowed_memory import is_borrowed
+from offload.torch_compat.tensors import no_torch_function, storage_identity
+
+__all__ = ["holds_alone", "is_in_shared_memory"]
+
+_holders: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
+_NBYTES = Tensor.nbytes.__get__  # type: ignore[attr-defined]
+
+
+def holds_alone(tensor: Tensor) -> bool:
+    """Return whether a tensor of any class covers its whole storage and nothing else can reach this memory.
+
+    What else could: another tensor, another process, and the owner of memory that is borrowed.
+    """
+    storage: UntypedStorage = _plain(Tensor.untyped_storage, tensor)
+    if _holders is None or storage.nbytes() != _plain(_NBYTES, tensor) or _plain(Tensor.storage_offset, tensor) != 0:
+        return False
+    if is_borrowed(storage) or _is_shared(storage):
+        return False
+    del storage
+    return _count_holders(tensor) == _ALONE
+
+
+def is_in_shared_memory(tensor: Tensor) -> bool:
+    """Return whether other processes may use a tensor's memory."""
+    return _is_shared(tensor.untyped_storage())
+
+
+def _is_shared(storage: UntypedStorage) -> bool:
+    return storage.device.type == "cpu" and storage.is_shared()
+
+
+def _plain(function: Callable[..., Any], tensor: Tensor) -> Any:
+    return no_torch_function(function, (), (tensor,))
+
+
+def _count_holders(tensor: Tensor) -> int:
+    assert _holders is not None
+    return _holders(storage_identity(_plain(Tensor.untyped_storage, tensor)))
+
+
+_ALONE = _count_holders(torch.empty(1)) if _holders is not None else 0
