@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import logging
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -31,10 +31,11 @@ from offload.parameters.moved_parameter import kind_of
 from offload.parameters.updating import updating
 from offload.torch_compat.allocation_profile import apart
 from offload.torch_compat.compiled import opaque, untraced
+from offload.torch_compat.holders import overlapping
 from offload.torch_compat.optimizers import step_behind_hooks
 from offload.units import format_bytes
 
-__all__ = ["BackwardCounts", "StepInBackward", "check_in_backward", "is_known_to_step_in_backward"]
+__all__ = ["BackwardCounts", "StepInBackward", "check_in_backward", "is_known_to_step_in_backward", "why_shared"]
 
 log = logging.getLogger("offload")
 
@@ -109,7 +110,20 @@ def _why_not(optimizer: Optimizer, step: Callable[..., Any]) -> str:
         kinds = {(kind_of(param), param.device.type) for param in group["params"]}
         if len(kinds) > 1 and group.get("foreach", False) is None and not group.get("fused"):
             return f"group {number} has parameters of several kinds or devices; give foreach=True or foreach=False"
-    return why_not_divided(optimizer, step)
+    shared = why_shared(param for group in optimizer.param_groups for param in group["params"])
+    return shared or why_not_divided(optimizer, step)
+
+
+def why_shared(params: Iterable[Tensor]) -> str:
+    """Return why these parameters cannot be updated one at a time in backward: two share memory. Empty if none do."""
+    shared = overlapping(params)
+    if shared is None:
+        return ""
+    shapes = " and ".join(str(list(each.shape)) for each in shared)
+    return (
+        f"two parameters, of shapes {shapes}, share memory, and backward may still need the values of one after the "
+        "update of the other; to tie weights, give both modules the same Parameter"
+    )
 
 
 class StepInBackward:

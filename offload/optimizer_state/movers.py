@@ -14,7 +14,7 @@ from offload.optimizer_state import mover as mover_module
 from offload.optimizer_state.counts import GradientCounts, StateCounts
 from offload.optimizer_state.divisible import why_it_stays
 from offload.optimizer_state.gradient_mover import GradientMover
-from offload.optimizer_state.in_backward import BackwardCounts, StepInBackward, check_in_backward
+from offload.optimizer_state.in_backward import BackwardCounts, StepInBackward, check_in_backward, why_shared
 from offload.optimizer_state.in_passes import StateInPasses
 from offload.optimizer_state.movable import MovableChunk, movable_chunks, params_of, streamed_state
 from offload.optimizer_state.mover import StateMover
@@ -349,6 +349,8 @@ def _check_all(optimizers: Sequence[Optimizer], name_of: Callable[[Tensor], str]
                     f"step_in_backward=True: parameter {name_of(param)} is in two optimizers, and its gradient is gone "
                     "after the first update; give each parameter to one optimizer"
                 )
+    if shared := why_shared(owner):
+        raise ValueError(f"step_in_backward=True cannot be used with these optimizers: {shared}")
 
 
 class NameOf:

@@ -1,8 +1,10 @@
-"""Whether anything besides one tensor can reach its memory. Memory leaves only if nothing can."""
+"""Which tensors share memory, and whether anything besides one tensor can reach its memory."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -11,10 +13,11 @@ from torch import Tensor, UntypedStorage
 from offload.torch_compat.borrowed_memory import is_borrowed
 from offload.torch_compat.tensors import no_torch_function, storage_identity
 
-__all__ = ["holds_alone", "is_in_shared_memory"]
+__all__ = ["holds_alone", "is_in_shared_memory", "overlapping"]
 
 _holders: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
 _NBYTES = Tensor.nbytes.__get__  # type: ignore[attr-defined]
+_SHAPE = Tensor.shape.__get__  # type: ignore[attr-defined]
 
 
 def holds_alone(tensor: Tensor) -> bool:
@@ -34,6 +37,28 @@ def holds_alone(tensor: Tensor) -> bool:
 def is_in_shared_memory(tensor: Tensor) -> bool:
     """Return whether other processes may use a tensor's memory."""
     return _is_shared(tensor.untyped_storage())
+
+
+def overlapping(tensors: Iterable[Tensor]) -> tuple[Tensor, Tensor] | None:
+    """Return two different tensors of any class whose ranges of memory overlap, also if no element is in both."""
+    in_storage: defaultdict[int, dict[int, Tensor]] = defaultdict(dict)
+    for each in tensors:
+        if each.layout is torch.strided and not each.is_nested and each.numel():
+            in_storage[storage_identity(_plain(Tensor.untyped_storage, each))][id(each)] = each
+    for found in in_storage.values():
+        ranges = sorted((_range(each) for each in found.values()), key=lambda each: each[0]) if len(found) > 1 else []
+        for (_, end, first), (begin, _, second) in pairwise(ranges):
+            if begin < end:
+                return first, second
+    return None
+
+
+def _range(tensor: Tensor) -> tuple[int, int, Tensor]:
+    """Return where in its storage a tensor begins and ends, in bytes."""
+    strides = zip(_plain(_SHAPE, tensor), _plain(Tensor.stride, tensor), strict=True)
+    elements = 1 + sum((count - 1) * stride for count, stride in strides)
+    begin = _plain(Tensor.storage_offset, tensor) * tensor.itemsize
+    return begin, begin + elements * tensor.itemsize, tensor
 
 
 def _is_shared(storage: UntypedStorage) -> bool:

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import offload
 from offload.optimizer_state import begun_step, freed_gradient, in_backward
+from offload.torch_compat import holders
 
 STEPS = 4
 
@@ -281,10 +282,21 @@ class HalfInAutocast(Program):
         self.optimizer.step()
 
 
+class SharesMemoryLater(Program):
+    """Two parameters that become views of the same memory, one of them transposed."""
+
+    said = ("two parameters, of shapes [120, 60] and [60, 120], share memory", "the same Parameter")
+
+    def step(self, number):
+        if number == 2:
+            self.model[0].weight.data = self.model[2].weight.data.t()
+        super().step(number)
+
+
 PROGRAMS = [Accumulates, AccumulatesOverSteps, SkipsAStep, BackwardTwiceOverAGraph, CreatesAGraph, Clips, LogsTheNorm]
 PROGRAMS += [SharesAmongReentrantCheckpoints, ReadsAddresses, ConvertsToNumpy, KeepsZeros, NeverZeroes, StepsTwice]
 PROGRAMS += [ChangesTheRate, FillsTheRate, SchedulesFirst, ChangesTheRateInAHook, DropsAGradient, ReplacesAGradient]
-PROGRAMS += [ChangesAWeight, ClearsTheState, ChangesTheGroup, HalfInAutocast]
+PROGRAMS += [ChangesAWeight, ClearsTheState, ChangesTheGroup, HalfInAutocast, SharesMemoryLater]
 
 
 def enabled(program, folder):
@@ -336,6 +348,7 @@ GUARDS = {
     "states are still those that were used": ([(begun_step, "_state_of", _nothing)], ClearsTheState),
     "parameters are still in their groups": ([(begun_step.BegunStep, "_check_param", _nothing)], ChangesTheGroup),
     "autocast is compared": ([(begun_step, "_in_autocast", _nothing)], HalfInAutocast),
+    "memory belongs to one parameter": ([(in_backward, "overlapping", lambda _: None)], SharesMemoryLater),
     "a gradient is used once": ([(in_backward, "params_to_step", lambda *_: [])], StepsTwice),
 }
 
@@ -354,6 +367,41 @@ def test_a_guard_that_is_left_out_is_missed(guard, tmp_path, monkeypatch):
     with pytest.raises(AssertionError):
         assert_equal(copy.deepcopy(found), plain)
     handle.disable()
+
+
+def tied_by_memory(transposed):
+    model = make_model()
+    model[0].weight.data = model[2].weight.data.t() if transposed else model[2].weight.data.view(120, 60)
+    return model
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("is_split", [False, True])
+def test_parameters_that_share_memory_are_refused_at_enable(transposed, is_split):
+    model = tied_by_memory(transposed)
+    params = list(model.parameters())
+    optimizers = [AdamW(params[:1]), AdamW(params[1:])] if is_split else [AdamW(params)]
+    said = "with these optimizers: two" if is_split else "with this AdamW: two"
+    with pytest.raises(ValueError, match=f"{said} parameters, of shapes .* share memory.*the same Parameter"):
+        offload.enable(model, optimizer=optimizers, step_in_backward=True)
+
+
+def test_parts_of_one_buffer_and_tied_parameters_share_no_memory(tmp_path):
+    found = []
+    for is_on in (False, True):
+        model = make_model()
+        flat = nn.utils.parameters_to_vector(model.parameters()).detach()
+        nn.utils.vector_to_parameters(flat, model.parameters())  # each becomes a view of it
+        optimizer = AdamW([*model.parameters()])
+        if is_on:
+            assert holders.overlapping([*model.parameters(), model[0].weight]) is None
+            offload.enable(model, optimizer=optimizer, step_in_backward=True, n_tensors=0, spill_dir=tmp_path)
+        for number in range(2):
+            optimizer.zero_grad()
+            loss_of(model, number).backward()
+            optimizer.step()
+        found.append(everything(model, optimizer))
+    assert_equal(*found)
 
 
 USES = {
