@@ -25,7 +25,7 @@
 
 namespace offload {
 
-// Holds a source that is being copied out until the copy no longer reads it.
+// Holds a source until its copy-out has ended; if backward has used it, until its SwappedStorage is freed.
 struct CopyOut {
   std::shared_ptr<Ticket> ticket;
   Owned source;          // a tensor on the source's storage, which shares the saved tensor's version counter
@@ -86,7 +86,7 @@ bool collect(Books& books);
 bool limit_in_flight(Books& books);
 // Waits until a copy-out has ended, and releases its source.
 bool finish_copy_out(Books& books, const CopyOutRef& copy_out);
-// Waits until every copy has ended, and releases all sources and targets.
+// Waits until every copy has ended, and releases all targets, and all sources but those that backward has used.
 bool drain(Books& books);
 // Keeps a target that is no longer needed alive until the copy into it has ended.
 void retire(Books& books, const std::shared_ptr<Ticket>& ticket, Target& target);

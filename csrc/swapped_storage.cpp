@@ -237,10 +237,9 @@ bool swap_in(PyObject* self, Target* found, int64_t* begin) {
   SwappedState& state = swapped(self);
   const Lock lock(state.mutex);
   if (state.copy_out != nullptr && state.copy_out->source) {
-    found->storage =
-        Owned(PyObject_CallOneArg(tensors.untyped_storage, state.copy_out->source.get()));
+    state.copy_out->is_used = true;  // first: the call below may run other Python code, which drains the engine
+    found->storage = Owned(PyObject_CallOneArg(tensors.untyped_storage, state.copy_out->source.get()));
     if (!found->storage) return false;
-    state.copy_out->is_used = true;
     *begin = OFFLOAD_BROKEN("a used source keeps the offset of its span") ? 0 : state.key.begin;
     count_view(state);
     return true;

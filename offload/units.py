@@ -97,8 +97,9 @@ def parse_bandwidth(value: str | float, name: str = "bandwidth") -> float:
     """
     example = 'a positive bandwidth such as "12GB/s", "11GiB/s" or 12e9'
     number, unit = _split(value, name, example)
-    is_bare = isinstance(value, str) and not unit and math.isfinite(number)
-    if is_bare or (unit and not (unit.endswith("/s") and unit[:-2].rstrip() in _BYTES)):
+    if isinstance(value, str) and not unit and "inf" not in value.lower() and number == number:
+        raise ValueError(f'{name}: {value!r} has no unit; write a positive bandwidth such as "12GB/s" or "11GiB/s"')
+    if unit and not (unit.endswith("/s") and unit[:-2].rstrip() in _BYTES):
         raise _error(name, value, example)
     rate = number * _BYTES.get(unit[:-2].rstrip(), 1)
     if not rate > 0:

@@ -44,6 +44,8 @@ class Choice:
         The largest batch size within the limit; 0 if not even one item fits. None: not known, or not limited.
     largest_plan : Plan or None
         The fastest plan within the limit at that batch size.
+    largest_min_tensor_bytes : int or None
+        With this `min_tensor_bytes`, every tensor that `largest_plan` moves can move. None: with the default, too.
     moved : MovedState or None
         The optimizer state that is moved.
     """
@@ -52,17 +54,8 @@ class Choice:
     plan: Plan | None = field(repr=False)
     largest_batch: int | None = None
     largest_plan: Plan | None = field(default=None, repr=False)
+    largest_min_tensor_bytes: int | None = None
     moved: MovedState | None = field(default=None, repr=False)
-
-    @property
-    def largest_moves_from(self) -> int | None:
-        """The `min_tensor_bytes` that `largest_plan` needs; None if it needs no other than the default."""
-        if self.largest_plan is None:
-            return None
-        size = {tensor.id: tensor.bytes for tensor in self.largest_plan.trace.tensors}
-        moved = [each.id for each in self.largest_plan.swaps] + [each.id for each in self.largest_plan.recomputes]
-        least = max(1, min((size[each] for each in moved), default=SMALLEST_BYTES))
-        return None if least >= SMALLEST_BYTES else 1 << (least.bit_length() - 1)
 
     def seconds(self, plan: Plan) -> float | None:
         """Return the seconds of a step with one of its plans; None if state moves at an unknown speed."""
@@ -96,7 +89,7 @@ class Choice:
             "largest_batch": self.largest_batch,
             "largest": None
             if self.largest_plan is None
-            else {**self._figures(self.largest_plan), "min_tensor_bytes": self.largest_moves_from},
+            else {**self._figures(self.largest_plan), "min_tensor_bytes": self.largest_min_tensor_bytes},
         }
 
     def _figures(self, plan: Plan) -> dict[str, float | None]:
@@ -220,12 +213,12 @@ class Fit:
         lines = []
         if not self.fits:
             lines += ["In the way:", *(f"  {format_bytes(each.bytes)}  {each.text}" for each in self.in_the_way), ""]
-            smaller = max(self.choices, key=lambda choice: choice.largest_batch or 0, default=None)
-            if smaller is not None and smaller.largest_batch:
-                least = smaller.largest_moves_from
-                small = "" if least is None else f' with min_tensor_bytes="{round_up_bytes(least)}"'
+            largest = max(self.choices, key=lambda choice: choice.largest_batch or 0, default=None)
+            if largest is not None and largest.largest_batch:
+                nbytes = largest.largest_min_tensor_bytes
+                setting = "" if nbytes is None else f' with min_tensor_bytes="{round_up_bytes(nbytes)}"'
                 limit = round_up_bytes(self.least_bytes)
-                lines += [f"Use a batch of {smaller.largest_batch:,}{small}, or a limit of {limit}.", ""]
+                lines += [f"Use a batch of {largest.largest_batch:,}{setting}, or a limit of {limit}.", ""]
         if self.line is not None:
             made = "the model" if self.best is None or self.best.moved is None else "the model and its optimizer"
             lines += [f"Add after the line that makes {made}:", f"  import offload; {self.line}", ""]
@@ -304,7 +297,7 @@ def answer(
         least = moved.within(trace)
         then = replace(step, trace=least) if isinstance(step, SizedStep) else least
         found = _swapping(then, least, link, limit_bytes, recompute=has_recipes(trace))
-        choices.append(Choice(MOVED, *found, moved))
+        choices.append(Choice(MOVED, *found, moved=moved))
         less = [before - after for before, after in zip(trace.base_bytes, least.base_bytes, strict=True)]
         fixed_bytes = [max(0, nbytes - each) for nbytes, each in zip(fixed_bytes, less, strict=True)]
     return Fit(
@@ -321,7 +314,7 @@ def answer(
 
 def _swapping(
     step: SizedStep | Trace, trace: Trace, link: Link, limit_bytes: int, *, recompute: bool
-) -> tuple[Plan | None, int | None, Plan | None]:
+) -> tuple[Plan | None, int | None, Plan | None, int | None]:
     def plan(at: Trace) -> Plan:
         return fastest_plan(at, link, limit_bytes, recompute=recompute)
 
@@ -334,15 +327,20 @@ def _within(
     limit_bytes: int,
     peak_bytes: Callable[[Trace], int],
     plan: Callable[[Trace], Plan],
-) -> tuple[Plan | None, int | None, Plan | None]:
-    """The plan of the step, the largest batch, and the plan at that batch."""
+) -> tuple[Plan | None, int | None, Plan | None, int | None]:
+    """The plan of the step, the largest batch, the plan at that batch, and the `min_tensor_bytes` that it needs."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         here = plan(trace) if peak_bytes(trace) <= limit_bytes else None
         if not isinstance(step, SizedStep):
-            return here, None, None
+            return here, None, None, None
         largest = largest_batch(step, limit_bytes, peak_bytes)
-        return here, largest, plan(step.at(largest)) if largest else None
+        there = plan(step.at(largest)) if largest else None
+    if largest is None or there is None or largest >= step.batch or not (there.swaps or there.recomputes):
+        return here, largest, there, None
+    # Each part of a storage that the recorded step moves has at least SMALLEST_BYTES, and is at most in proportion.
+    least_bytes = max(1, SMALLEST_BYTES * largest // step.batch)
+    return here, largest, there, 1 << (least_bytes.bit_length() - 1)
 
 
 def _peak(trace: Trace) -> int:

@@ -307,7 +307,7 @@ class PlanController:
     def _held_before(self, signature: object) -> HeldBytes:
         held = self._held()
         if self._on_cpu and isinstance(signature, Signature):
-            return HeldBytes(held.state + signature.input_bytes, held.gradients, held.away)
+            return replace(held, state=held.state + signature.input_bytes)
         return held
 
     # -- profiles -----------------------------------------------------------------------------------------------------

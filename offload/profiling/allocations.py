@@ -77,7 +77,10 @@ class StepAllocations:
             self._profile.begin_span(f"{_NODE}{number}")
 
     def pause(self) -> None:
-        """Record that a backward pass is over: allocations until the next node do not belong to the step."""
+        """Record that a backward pass is over.
+
+        What is allocated from here to the next node, if one follows, belongs to the last node of this pass.
+        """
         if self._profile.is_on and self._profile.records_this_thread:
             self._profile.begin_span(f"{_NODE}{NO_NODE}")
 

@@ -11,7 +11,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
@@ -40,6 +40,8 @@ class HeldBytes:
     state: int  # parameters, buffers, all optimizer state; on an accelerator everything except gradients
     gradients: int
     away: int = 0  # of `state`: optimizer state that is not on the device
+    # Identities of the storages of gradients and optimizer state among these bytes; empty on an accelerator.
+    storages: frozenset[int] = field(default=frozenset(), repr=False, compare=False)
 
     @property
     def kept(self) -> int:
@@ -53,7 +55,7 @@ class HeldBytes:
 
     def raised_to(self, now: HeldBytes) -> HeldBytes:
         """Return the larger `state` and the larger `gradients` of both, and `now.away`."""
-        return HeldBytes(max(self.state, now.state), max(self.gradients, now.gradients), now.away)
+        return replace(now, state=max(self.state, now.state), gradients=max(self.gradients, now.gradients))
 
 
 HeldBefore = Callable[[], HeldBytes]
@@ -75,6 +77,8 @@ class ModelState:
         Whether parameters are gathered for forward, and again for backward.
     nbytes, gradient_bytes
         Bytes of the storages of parameters and buffers, and of gradients; each storage is counted once.
+    gradient_storages
+        Identities of the storages of gradients.
     changes
         How often `look` found a change other than of `gradient_bytes`.
     """
@@ -95,6 +99,7 @@ class ModelState:
         self.is_sharded = False
         self.nbytes = 0
         self.gradient_bytes = 0
+        self.gradient_storages: frozenset[int] = frozenset()
         self.changes = 0
 
     @property
@@ -142,7 +147,8 @@ class ModelState:
 
     def _compute(self, model: nn.Module, *, gradients_only: bool) -> None:
         parameters, buffers = state_tensors(model)
-        self.gradient_bytes = sum(storage_bytes(gradients_of(parameters)).values())
+        gradients = storage_bytes(gradients_of(parameters))
+        self.gradient_bytes, self.gradient_storages = sum(gradients.values()), frozenset(gradients)
         if gradients_only:
             return
         held = [*parameters, *buffers]
@@ -195,6 +201,7 @@ class HeldMemory:
         self._engine = engine
         self._counted = -1  # `changes` of the model's state when `_more_bytes` was counted
         self._more_bytes = 0  # bytes of optimizer state
+        self._more_storages: frozenset[int] = frozenset()
         self._optimizers: WeakReferences[torch.optim.Optimizer] = WeakReferences()
         self._before_own: Callable[[], None] | None = None
         self._before_other: Callable[[], None] | None = None
@@ -284,9 +291,12 @@ class HeldMemory:
         if not self._watch.same_leaves(states) or counted != state.changes:
             found = storage_bytes(tensors_in(states))
             self._more_bytes = sum(nbytes for storage, nbytes in found.items() if storage not in state.storages)
+            self._more_storages = frozenset(found)
         self._counted = state.changes
         more_bytes = self._more_bytes + moved_bytes + self.moved_parameter_bytes()
-        return HeldBytes(state.nbytes + more_bytes + self._engine.resident.now, state.gradient_bytes, away_bytes)
+        storages = state.gradient_storages | self._more_storages
+        state_bytes = state.nbytes + more_bytes + self._engine.resident.now
+        return HeldBytes(state_bytes, state.gradient_bytes, away_bytes, storages)
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:

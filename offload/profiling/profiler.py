@@ -265,7 +265,8 @@ class Profiler(Recorder):
                 nbytes,
                 # On an accelerator, the bytes in use before the step include all of its storage.
                 input_bytes=nbytes if input_bytes and self._engine.is_accelerator else input_bytes,
-                follows_backward=bool(self.order.backward_nodes),
+                is_held_state=identity in self._held.storages,
+                may_be_reloaded=bool(self.order.backward_nodes) and not tensor.untyped_storage().resizable(),
             )
             self._all_saved.append(storage)
         storage.entries.append(pack_index)
@@ -359,13 +360,13 @@ class Profiler(Recorder):
     def _from_before(self, produced: Mapping[int, int]) -> list[SavedStorage]:
         """Return the storages that are older than the step and not counted in the bytes in use before it.
 
-        For example a loss's target, or a batch in an object of the program's own. On an accelerator, these bytes
-        include all storages. Saved after an inner backward pass, a storage may be one that the engine has reloaded.
+        For example a loss's target, or a batch in an object of the program's own. None on an accelerator, where these
+        bytes include all storages.
         """
         if self._engine.is_accelerator:
             return []
-        unknown = [each for each in self._all_saved if each.entries[0] not in produced]
-        return [each for each in unknown if not each.input_bytes and not each.follows_backward]
+        unknown = [each for each in self._all_saved if each.entries[0] not in produced and not each.may_be_reloaded]
+        return [each for each in unknown if not each.input_bytes and not each.is_held_state]
 
 
 def _unwatch(memory: StepAllocations, saved: list[SavedStorage]) -> None:

@@ -20,7 +20,8 @@ class SavedStorage:
     nbytes: int
     entries: list[int] = field(default_factory=list)  # pack indices
     input_bytes: int = 0  # how many of its bytes count as an input, in use before the step
-    follows_backward: bool = False  # whether it was packed after a node of an inner backward pass
+    is_held_state: bool = False  # whether it is a gradient or optimizer state, in use before the step
+    may_be_reloaded: bool = False  # whether it may be memory to which the engine has loaded another saved tensor
     last_forward: int | None = None  # last node in which code other than offload held the storage; None: it still does
 
 

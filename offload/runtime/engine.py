@@ -166,7 +166,7 @@ class Engine(_core.EngineCore):
             self.collect_dropped()
 
     def drain(self) -> None:
-        """Wait until no copy uses memory that this engine holds, and free this memory."""
+        """Wait until no copy uses memory that this engine holds, and free it, except sources that backward has used."""
         self.collect_dropped()
         super().drain()
 

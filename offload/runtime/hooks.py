@@ -185,7 +185,7 @@ class StepHooks(HookCore):
 
     def unpack_watched(self, kept: KeptTensor) -> Tensor:
         """Report the unpack of a kept tensor to the observer, and return the tensor."""
-        self._engine.collect()  # frees the memory of ended copies and freed graph nodes: a copy-in may need it
+        self._engine.collect()  # frees the sources of ended copies: a copy-in may need the memory
         self._observer.unpacking(kept.index)
         tensor = self.checked(kept)
         self._observer.unpacked(kept.index)
@@ -201,7 +201,7 @@ class StepHooks(HookCore):
         OSError
             Its bytes could not be read back; a later call tries again.
         """
-        self._engine.collect()  # frees the memory of ended copies and freed graph nodes: a copy-in may need it
+        self._engine.collect()  # frees the sources of ended copies: a copy-in may need the memory
         self._observer.unpacking(view.index)
         try:
             tensor = view.restore()
