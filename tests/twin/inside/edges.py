@@ -314,7 +314,7 @@ EDGES = {
     "consumer waits for copy-in": [whole_steps],
     "source outlives its copy-out": [whole_steps],
     "slot waits for its last read": [a_slot_is_dropped_while_it_is_read],
-    "event is recycled after its last waiter": [whole_steps],
+    "event is recycled after its last waiter": [large_blocks_come_back_at_once, whole_steps],
     "spill waits for copy-out": [a_block_makes_room_for_another],
     "bounce waits for its last read": [a_block_comes_back_from_a_file],
     "copy-in ends with its last slice": [a_target_is_let_go_when_it_is_said_to_be_done],
