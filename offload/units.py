@@ -97,7 +97,7 @@ def parse_bandwidth(value: str | float, name: str = "bandwidth") -> float:
     """
     example = 'a positive bandwidth such as "12GB/s", "11GiB/s" or 12e9'
     number, unit = _split(value, name, example)
-    if isinstance(value, str) and not unit and "inf" not in value.lower() and number == number:
+    if isinstance(value, str) and not unit and not math.isnan(number) and "inf" not in value.lower():
         raise ValueError(f'{name}: {value!r} has no unit; write a positive bandwidth such as "12GB/s" or "11GiB/s"')
     if unit and not (unit.endswith("/s") and unit[:-2].rstrip() in _BYTES):
         raise _error(name, value, example)

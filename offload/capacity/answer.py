@@ -338,7 +338,7 @@ def _within(
         there = plan(step.at(largest)) if largest else None
     if largest is None or there is None or largest >= step.batch or not (there.swaps or there.recomputes):
         return here, largest, there, None
-    # Each part of a storage that the recorded step moves has at least SMALLEST_BYTES, and is at most in proportion.
+    # All that the recorded step moves has at least SMALLEST_BYTES, and with the batch it shrinks at most in proportion.
     least_bytes = max(1, SMALLEST_BYTES * largest // step.batch)
     return here, largest, there, 1 << (least_bytes.bit_length() - 1)
 
