@@ -275,7 +275,7 @@ class Session:
         >>> with offload.enable(model) as handle, handle.explain_oom("oom.html"):
         ...     model(torch.ones(2, 4)).sum().backward()
         """
-        record_out_of_memory()
+        record_out_of_memory(self._on_device.device)
         try:
             yield
         except (MemoryError, RuntimeError) as error:

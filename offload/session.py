@@ -15,7 +15,6 @@ from torch.optim import Optimizer
 
 from offload.control import registry
 from offload.devices.allocator import release_free_memory
-from offload.devices.memory import record_out_of_memory
 from offload.diagnostics.report import Feed
 from offload.handle import Session
 from offload.optimizer_state.movers import NameOf, StateMovers
@@ -254,7 +253,6 @@ def _enable(
 ) -> Session:
     options = check_options(model, device, **asked)
     choose_kernels()
-    record_out_of_memory()
     keeps_gradients = not (in_backward or moves_gradients)
     limit, least = options.memory_limit, options.min_tensor_bytes
     moved = which_move(model, parameters, limit, min_nbytes=least, keeps_gradients=keeps_gradients)

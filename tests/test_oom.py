@@ -136,17 +136,26 @@ def test_the_training_goes_on_after_a_smaller_batch() -> None:
 
 def test_a_refusal_is_taken_down_before_anything_unwinds(monkeypatch: pytest.MonkeyPatch) -> None:
     observers: list[Any] = []
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch._C, "_cuda_attach_out_of_memory_observer", observers.append, raising=False)
+    initialized: list[bool] = []
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "init", lambda: initialized.append(True))
+    monkeypatch.setattr(
+        torch._C,
+        "_cuda_attach_out_of_memory_observer",
+        lambda observer: observers.append(observer) if initialized else None,  # torch's allocators are there by then
+        raising=False,
+    )
     stats = {"allocated_bytes.all.current": 7, "reserved_bytes.all.current": 9, "allocated_bytes.all.peak": 8}
     monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: stats)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (3, 20))
     monkeypatch.setattr(device_memory, "_gpu_processes", lambda device: [Process(5, "other", 4)])
     monkeypatch.setattr(device_memory, "_watching", False)
-    device_memory.record_out_of_memory()
-    device_memory.record_out_of_memory()
-    (observer,) = observers  # attached once: there is no way to take it off
     device = torch.device("cuda", 0)
+    device_memory.record_out_of_memory(torch.device("cpu"))
+    assert observers == []
+    device_memory.record_out_of_memory(device)
+    device_memory.record_out_of_memory(device)
+    (observer,) = observers  # attached once: there is no way to take it off
     observer(0, 1000, 20, 3)
     found = device_memory.last_out_of_memory(device, 1000)
     assert found is not None

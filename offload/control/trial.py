@@ -12,8 +12,6 @@ from graphlib import CycleError, TopologicalSorter
 from statistics import median
 from typing import Protocol
 
-import torch
-
 from offload.control.limits import Limits
 from offload.options import Options
 from offload.plan import Plan, least_feasible_limit
@@ -25,7 +23,6 @@ from offload.runtime.executor import Measured, StepObserver, Stopwatch
 from offload.runtime.hooks import innermost_step_hooks
 from offload.runtime.schedule import StepOrder
 from offload.torch_compat.backward_pass import current_node
-from offload.torch_compat.dispatch import can_record
 
 __all__ = ["MakeTrial", "Recipes", "TimedTrial", "TrialObserver", "is_worth_a_trial", "make_trial", "recipes_of"]
 
@@ -131,8 +128,6 @@ def make_trial(engine: Engine, order: StepOrder, trace: Trace, limit_bytes: int)
     """Begin a trial step. Returns its observer; if no trial can run, a string that says why."""
     if order.compiled_nodes:
         return "torch.compile made a part of the step"
-    if not can_record():
-        return f"torch {torch.__version__} cannot record operators together with compiled code; use a newer one"
     return TimedTrial(engine, order, trace, limit_bytes)
 
 

@@ -30,17 +30,19 @@ def driven_devices() -> int:
 
 
 def watch_out_of_memory(call: Callable[[torch.device, int], None]) -> bool:
-    """Register `call`, to be called with device and requested bytes when torch runs out of memory, before the error.
+    """Register `call`, to be called with device and requested bytes when torch runs out of a GPU's memory.
 
-    Returns False if this is not available: torch has it only for CUDA.
+    The call comes before the error is raised. Returns False if this torch was built without CUDA.
     """
-    if not torch.cuda.is_available():
+    if torch.version.cuda is None:
         return False
 
     def refused(ordinal: int, asked_bytes: int, total_bytes: int, free_bytes: int) -> None:
         call(torch.device("cuda", ordinal), asked_bytes)
 
-    return observe_out_of_memory(refused)
+    torch.cuda.init()  # type: ignore[no-untyped-call]
+    observe_out_of_memory(refused)
+    return True
 
 
 class Accelerator:

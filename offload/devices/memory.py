@@ -177,13 +177,14 @@ def resident_set() -> tuple[int, int]:
 # -- an accelerator ---------------------------------------------------------------------------------------------------
 
 
-def record_out_of_memory() -> None:
+def record_out_of_memory(device: torch.device) -> None:
     """From now on, record how a GPU's memory is used whenever torch runs out of it, before the error is raised.
 
-    Torch has no way to stop this. It takes no time until memory runs out.
+    Torch has no way to stop this. It takes no time until memory runs out. For a device that is not CUDA, torch has no
+    such call. CUDA is then not touched: a process in which it was initialized cannot use it after `fork`.
     """
     global _watching
-    if not _watching:
+    if device.type == "cuda" and not _watching:
         _watching = watch_out_of_memory(_record)
 
 

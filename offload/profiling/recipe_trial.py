@@ -25,7 +25,7 @@ from offload.runtime.recomputation import Recording, Surroundings
 from offload.runtime.recomputed_storage import StorageKey
 from offload.runtime.schedule import StepOrder
 from offload.torch_compat.backward_pass import current_node
-from offload.torch_compat.dispatch import can_record, undisturbed
+from offload.torch_compat.dispatch import undisturbed
 
 __all__ = ["RecipeTrial"]
 
@@ -118,7 +118,7 @@ class _Trial(Recording):
 
     def begin(self, surroundings: Surroundings) -> None:
         """Start recording: the forward pass begins in this thread."""
-        if can_record() and not self._order.compiled_nodes:
+        if not self._order.compiled_nodes:
             super().begin(surroundings)
             if self._recorder is not None:
                 self._recorder.resume()

@@ -14,6 +14,7 @@ import torch
 
 from offload import _core
 from offload.devices.device import device_of
+from offload.devices.memory import record_out_of_memory
 from offload.options import Options
 from offload.runtime.engine import LANE_NICENESS, Engine
 from offload.runtime.weak import WeakReferences
@@ -36,6 +37,7 @@ def make_engine(device: torch.device, options: Options) -> Engine:
     RuntimeError
         A call of the CUDA driver failed.
     """
+    record_out_of_memory(device)
     limit = options.host_limit if options.host_limit_is_given else 0
     # The key contains the pid, because a forked child cannot use the store of its parent.
     folder = os.path.realpath(options.spill_dir) if options.spill_dir else ""

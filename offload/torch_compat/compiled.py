@@ -40,12 +40,8 @@ def opaque(function: Function) -> Function:
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
     function._torchdynamo_disable_msg = _REASON  # type: ignore[attr-defined]
     frames = torch._C._dynamo.eval_frame
-    code = function.__code__
-    if hasattr(frames, "skip_code"):  # older torch
-        frames.skip_code(code)
-    else:
-        skip = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.DEFAULT)
-        frames.set_code_exec_strategy(code, skip)
+    skip = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.DEFAULT)
+    frames.set_code_exec_strategy(function.__code__, skip)
     return function
 
 

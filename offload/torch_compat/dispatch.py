@@ -16,7 +16,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
     "OperatorMode",
-    "can_record",
     "is_transformed",
     "mode_count",
     "modes_of_others",
@@ -66,11 +65,6 @@ def restores_keys() -> bool:
             return True
         frame = frame.f_back
     return False
-
-
-def can_record() -> bool:
-    """Return whether this torch has modes that compiled code ignores; if not, torch.compile fails while one is on."""
-    return hasattr(TorchDispatchMode, "ignore_compile_internals")
 
 
 class OperatorMode(TorchDispatchMode):  # type: ignore[no-untyped-call]

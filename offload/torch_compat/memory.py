@@ -9,16 +9,14 @@ import torch
 __all__ = ["observe_out_of_memory"]
 
 
-def observe_out_of_memory(observer: Callable[[int, int, int, int], None]) -> bool:
-    """Call `observer` whenever a CUDA allocation fails, until this process ends. Return False if not available.
+def observe_out_of_memory(observer: Callable[[int, int, int, int], None]) -> None:
+    """Call `observer` whenever an allocation of torch's CUDA allocators fails, until this process ends.
+
+    CUDA has to be initialized in torch: before, there are no allocators.
 
     Parameters
     ----------
     observer
         Called with the device's ordinal and three sizes in bytes: requested, total, free.
     """
-    attach = getattr(torch._C, "_cuda_attach_out_of_memory_observer", None)
-    if attach is None:
-        return False
-    attach(observer)
-    return True
+    torch._C._cuda_attach_out_of_memory_observer(observer)  # type: ignore[attr-defined]

@@ -89,12 +89,9 @@ def _for_all() -> list[_Setting]:
 def _for_heavy() -> list[_Setting]:
     # oneDNN's recurrent layers have different kernels for training and inference, whose results differ in some bits.
     gradients: _Setting = torch.is_grad_enabled, torch._C._set_grad_enabled
-    read = getattr(torch._C, "_get_fp32_precision_getter", None)
-    write = getattr(torch._C, "_set_fp32_precision_setter", None)
-    named = [gradients, *_named(_NAMES_FOR_HEAVY)]
-    if read is not None and write is not None:
-        return [*named, *((partial(read, *each), partial(write, *each)) for each in _PRECISIONS)]
-    return [*named, (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision)]
+    read, write = torch._C._get_fp32_precision_getter, torch._C._set_fp32_precision_setter
+    precisions = [(partial(read, *each), partial(write, *each)) for each in _PRECISIONS]
+    return [gradients, *_named(_NAMES_FOR_HEAVY), *precisions]
 
 
 _ALL = _for_all()

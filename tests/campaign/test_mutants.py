@@ -21,7 +21,7 @@ from campaign.mutants import (
     walk_without,
     without_paths,
 )
-from twin.test_twin import LATER, ROWS
+from twin.test_twin import LATER, ROWS, needs_simulated
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -55,8 +55,12 @@ def test_who_misses_a_guard_runs_by_default(request):
     assert [test for test in named if not any(belongs(each, test) for each in found)] == []
     file = SCENARIOS.partition("::")[0]
     assert [row for row, paths in ROWS.items() if file in paths and row not in LATER], "a row that runs by default"
-    on_accelerators = collected("--device", "sim", file)
-    assert any(belongs(each, SCENARIOS) for each in on_accelerators)
+
+
+@needs_simulated
+def test_scenarios_run_on_the_simulated_accelerator():
+    found = collected("--device", "sim", SCENARIOS.partition("::")[0])
+    assert any(belongs(each, SCENARIOS) for each in found)
 
 
 def test_rows_name_tests_and_no_places():

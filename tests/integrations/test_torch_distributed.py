@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from offload import options
-from offload.devices import processes
+from offload.devices import memory, processes
 from offload.options import default_host_limit
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -204,8 +204,11 @@ def test_a_cpu_model_initializes_no_cuda(launched, monkeypatch):
     def forbidden(*_):
         raise AssertionError("a model on the CPU needs no CUDA")
 
-    for name in ("_lazy_init", "device_count", "current_device", "mem_get_info", "current_stream"):
+    called = ("_lazy_init", "init", "is_available", "device_count", "current_device", "mem_get_info", "current_stream")
+    for name in called:
         monkeypatch.setattr(torch.cuda, name, forbidden)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")  # as if this torch had been built with it
+    monkeypatch.setattr(memory, "_watching", False)
     launched(LOCAL_WORLD_SIZE="2")
     monkeypatch.setattr(processes._core, "cuda_driver", forbidden)
     model = torch.nn.Linear(64, 64)

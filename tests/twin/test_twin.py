@@ -58,12 +58,13 @@ LONG_FILES = (
 )
 LONG = ["--full", "-m", "long or full", *(f"tests/{path}.py" for path in LONG_FILES)]
 
+needs_simulated = pytest.mark.skipif(
+    torch.__version__.split("+")[0] != TORCH_VERSION,
+    reason=f"the simulated accelerator needs torch {TORCH_VERSION}",
+)
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="device memory is mapped twice, as Linux does it"),
-    pytest.mark.skipif(
-        torch.__version__.split("+")[0] != TORCH_VERSION,
-        reason=f"the simulated accelerator needs torch {TORCH_VERSION}",
-    ),
+    needs_simulated,
 ]
 
 
