@@ -12,6 +12,8 @@ from offload.recomputation.measured import MeasuredRecipe
 
 @pytest.fixture
 def trials(monkeypatch):
+    """Plans assume the given link, whatever the speed of the copies was."""
+    monkeypatch.setattr("offload.control.own_copies.OwnCopies.link", lambda copies, link: link)
     return begun_trials(monkeypatch)
 
 
@@ -48,9 +50,8 @@ def test_a_plan_that_waits_is_followed_by_one_trial_and_a_joint_plan(trials, tmp
     assert dict(report.rows())["slow profiling steps"].startswith("1; trial steps of recomputation: 1;")
 
 
-def test_nothing_is_tried_where_swapping_hides_everything(trials, tmp_path, monkeypatch):
+def test_nothing_is_tried_where_swapping_hides_everything(trials, tmp_path):
     trials.link = FAST
-    monkeypatch.setattr("offload.control.own_copies.OwnCopies.link", lambda copies, link: link)
     limit = int(0.6 * peak_of_plain_steps())
     model = make()
     with offload.enable(model, memory_limit=limit, min_tensor_bytes=SMALLEST, spill_dir=tmp_path) as handle:
