@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import random
 import re
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -323,9 +325,17 @@ def test_a_loss_that_is_no_tensor() -> None:
 @pytest.mark.parametrize("device", [None, "12GiB,12GB/s,40TFLOP/s"])
 def test_random_generators_are_as_they_were(device: str | None) -> None:
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU())
-    before = torch.get_rng_state()
-    offload.fit(model, pairs, device=device, batch=64)
-    assert torch.equal(torch.get_rng_state(), before)
+
+    def drawing(items: int) -> torch.Tensor:
+        return pairs(items) + random.gauss() + np.random.standard_normal() + float(torch.randn(()))
+
+    states = torch.get_rng_state(), random.getstate(), np.random.get_state(legacy=False)
+    expected = drawing(1)
+    torch.set_rng_state(states[0])
+    random.setstate(states[1])
+    np.random.set_state(states[2])
+    offload.fit(model, drawing, device=device, batch=64)
+    assert torch.equal(drawing(1), expected)
 
 
 @pytest.mark.parametrize("off", [torch.no_grad, torch.inference_mode])

@@ -19,10 +19,10 @@ from offload.capacity.replay import called, own_loss
 from offload.capacity.without_data import CountedOptimizers, count_steps, how_counted
 from offload.control.profile_listener import RecordedStep
 from offload.control.registry import listen_to_profiles
-from offload.devices.device import device_of
 from offload.handle import Session
 from offload.plan import unswapped_bytes
 from offload.plan.rescale import in_proportion, on_a_line
+from offload.runtime.random_numbers import RandomNumbers
 from offload.runtime.refusals import devices_of
 from offload.session import enable, session_of
 from offload.torch_compat.optimizers import has_own_hooks
@@ -44,8 +44,8 @@ def fit(
     """Tell whether a training step of `model` fits into a limit, how, and the largest batch that does.
 
     The step runs at two batch sizes, `batch` and half of it, each tensor swapped as soon as it is saved. One more step
-    tries which tensors can be recomputed. Afterwards the model, its gradients, the optimizer and torch's random
-    generators are as they were.
+    tries which tensors can be recomputed. Afterwards the model, its gradients, the optimizer and the random generators
+    of torch, Python and NumPy are as they were.
 
     A model on torch's meta device cannot run. Its memory is counted from the shapes of its tensors, and its times
     follow from its operations and the speed of `device`.
@@ -217,9 +217,7 @@ def _as_it_was(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Ite
     state = [] if optimizer is None else _same(list(optimizer.state.items()))
     found = [*model.parameters(), *model.buffers(), *tree_leaves([[group for _, group in groups], state])]
     held = {id(each): (each, _copied(each)) for each in found if isinstance(each, Tensor) and not each.is_meta}
-    places = {torch.device("cpu"), *(each for each in devices_of(model) if each.type != "meta")}
-    devices = [device_of(device) for device in places]
-    random_states = [(device, device.random_state()) for device in devices]
+    random_numbers = RandomNumbers(devices_of(model))
     model.zero_grad(set_to_none=True)
     model.train()
     try:
@@ -241,8 +239,7 @@ def _as_it_was(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Ite
                 tensor.copy_(values)
         for parameter, gradient in gradients:
             parameter.grad = gradient
-        for device, random_state in random_states:
-            device.set_random_state(random_state)
+        random_numbers.restore()
 
 
 def _same(value: Any) -> Any:

@@ -11,6 +11,7 @@ import signal
 import traceback
 from collections import defaultdict
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from torch.optim import Optimizer
 from offload.optimizer_state.chunks import ChunkedStep, stepping_nothing
 from offload.optimizer_state.plain_values import copied, is_equal, is_plain
 from offload.optimizer_state.surroundings import Surroundings
+from offload.runtime.random_numbers import RandomNumbers
 
 __all__ = ["is_separable"]
 
@@ -72,27 +74,29 @@ def _is_equal_in_chunks(optimizer: Optimizer, step: Step, around: Surroundings, 
     whole, chunked = _tiny(optimizer), _tiny(optimizer)
     if whole is None or chunked is None:
         return False
-    device = next(param.device for group in whole.param_groups for param in group["params"])
     generator = torch.Generator("cpu").manual_seed(0)
     for number, scale in enumerate(SCALES):
         _set_gradients(whole, chunked, generator, scale, without_last=number == 3)
-        with _own_random_numbers(device):
-            step(whole)
-        with _own_random_numbers(device):
-            _step_chunked(chunked, step, is_reversed=is_reversed)
-        if around.has_changed() or not _same(whole, chunked):
+        after = _stepped(whole, step)
+        after_chunks = _stepped(chunked, partial(_step_chunked, step=step, is_reversed=is_reversed))
+        # As many random numbers: else an optimizer that seldom acts on one would have the same bits here only.
+        if around.has_changed() or not after.is_same(after_chunks) or not _same(whole, chunked):
             return False
     return True
 
 
-def _own_random_numbers(device: torch.device) -> Any:
-    """Return a context after which the random numbers are as before, for the other run and for the program."""
-    if device.type == "cpu":
-        return torch.random.fork_rng([])
-    return torch.random.fork_rng([device], device_type=device.type)
+def _stepped(optimizer: Optimizer, step: Step) -> RandomNumbers:
+    """Step, with the program's next random numbers. The program and the other run draw the same ones afterwards."""
+    devices = {param.device for group in optimizer.param_groups for param in group["params"]}
+    before = RandomNumbers(devices)
+    try:
+        step(optimizer)
+        return RandomNumbers(devices)
+    finally:
+        before.restore()
 
 
-def _step_chunked(optimizer: Optimizer, step: Step, *, is_reversed: bool) -> None:
+def _step_chunked(optimizer: Optimizer, *, step: Step, is_reversed: bool) -> None:
     grad_mode = torch.is_grad_enabled()
 
     def closure() -> None:

@@ -1,8 +1,10 @@
 """Optimizers of one's own: what they count and share is as without offload, stepped in chunks or as a whole."""
 
 import copy
+import random
 import weakref
 
+import numpy as np
 import pytest
 import torch
 from optimizer_state.state_rig import assert_equal
@@ -130,9 +132,44 @@ class SharesATensor(Momentum):
         self.slow += 1
 
 
+class DrawsFromPython(Momentum):
+    """Draws for each step whether its gradients count."""
+
+    likelihood = 0.5
+
+    def extra(self):
+        if self.draw() > self.likelihood:
+            for parameter in self.with_gradient:
+                parameter.grad.zero_()
+
+    def draw(self):
+        return random.random()
+
+
+class DrawsFromNumPy(DrawsFromPython):
+    def draw(self):
+        return np.random.rand()
+
+
+class DrawsFromTorch(DrawsFromPython):
+    def draw(self):
+        return torch.rand(()).item()
+
+
+class DrawsInVain(DrawsFromPython):
+    """Its updates do not depend on the number. In chunks it would draw more of them."""
+
+    likelihood = 1
+
+
+class DrawsInVainFromNumPy(DrawsFromNumPy):
+    likelihood = 1
+
+
 OWN = [CountsInClass, CountsInAListOfItsClass, CountsInItsModule, CountsInAGlobal, AddsToItsClass, KeepsNorms]
 OWN += [CountsInATensor, CountsInTheState, CountsInItself, HasADel, CountsInstances, NeedsLargeParameters]
 OWN += [NormOfBiases, SharesATensor, UsesAListThatContainsItself]
+OWN += [DrawsFromPython, DrawsFromNumPy, DrawsFromTorch, DrawsInVain, DrawsInVainFromNumPy]
 CHUNKED = {CountsInItself, CountsInstances}
 
 
@@ -141,6 +178,8 @@ def trained_with(on, kind):
         del kind.latest
     before = counted(kind)
     model = make_model()
+    random.seed(0)
+    np.random.seed(0)
     optimizer = kind(model.parameters())
     on(model, optimizer)
     train(model, optimizer, 4)
@@ -148,6 +187,7 @@ def trained_with(on, kind):
     found = everything(model, optimizer), copy.deepcopy(own)
     gone = weakref.ref(optimizer)
     del optimizer
+    found = *found, random.random(), np.random.rand(), torch.rand(())
     return *found, [after - each for after, each in zip(counted(kind), before, strict=True)], gone() is None
 
 

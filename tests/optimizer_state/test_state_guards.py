@@ -11,6 +11,7 @@ from optimizer_state.state_rig import assert_equal
 from optimizer_state.users_rig import both
 
 from offload.optimizer_state import divisible, mover, streamed_state, surroundings
+from offload.runtime import random_numbers
 
 GUARDS = {
     "chunks call what the hooks surround": (
@@ -43,6 +44,14 @@ GUARDS = {
     "the trial leaves no trace": (
         [(surroundings.Surroundings, "restore", lambda self: None)],
         functools.partial(own.trained_with, kind=own.CountsInClass),
+    ),
+    "the trial draws the random numbers of the program again": (
+        [(random_numbers.RandomNumbers, "restore", lambda self: None)],
+        functools.partial(own.trained_with, kind=own.DrawsFromPython),
+    ),
+    "a chunked step that draws more random numbers is noticed": (
+        [(random_numbers.RandomNumbers, "is_same", lambda self, other: True)],
+        functools.partial(own.trained_with, kind=own.DrawsInVain),
     ),
 }
 
