@@ -7,6 +7,7 @@ whether an option has changed.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,15 +18,19 @@ __all__ = ["copied", "is_equal", "is_plain"]
 NUMEL_MAX = 64  # of a tensor
 
 
-def is_plain(value: object) -> bool:
-    """Return whether a value, with all that it contains, can be copied and compared."""
+def is_plain(value: object, is_also_plain: Callable[[object], bool] = lambda _: False) -> bool:
+    """Return whether a value, with all that it contains, can be copied and compared.
+
+    `is_also_plain`: whether another value, or a larger tensor, may be contained.
+    """
     if isinstance(value, dict):
-        return all(is_plain(each) for pair in value.items() for each in pair)
+        return all(is_plain(each, is_also_plain) for pair in value.items() for each in pair)
     if isinstance(value, list | tuple | set | frozenset | deque):
-        return all(map(is_plain, value))
-    if isinstance(value, Tensor):
-        return value.numel() <= NUMEL_MAX
-    return value is None or isinstance(value, bool | int | float | complex | str | torch.dtype | torch.device)
+        return all(is_plain(each, is_also_plain) for each in value)
+    if isinstance(value, Tensor) and value.numel() <= NUMEL_MAX:
+        return True
+    is_number = value is None or isinstance(value, bool | int | float | complex | str | torch.dtype | torch.device)
+    return is_number or is_also_plain(value)
 
 
 def copied(value: Any) -> Any:

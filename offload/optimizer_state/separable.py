@@ -41,7 +41,8 @@ _COMMON = frozenset({"defaults", "param_groups", "state", "step"})
 def is_separable(optimizer: Optimizer, step: Step, *, in_any_order: bool = False) -> bool:
     """Return whether a tiny copy of the optimizer gives the same bits in chunks. False if it cannot be tried.
 
-    Also False if a step changes anything outside of the optimizer: in chunks it would do so several times.
+    Also False if a step changes anything outside of the optimizer, or might do so: in chunks it would do so several
+    times, and in the trial too.
 
     Parameters
     ----------
@@ -49,8 +50,12 @@ def is_separable(optimizer: Optimizer, step: Step, *, in_any_order: bool = False
         Whether the bits must also be the same if the parameters are updated in reverse order, as in backward. The
         bits differ, for example, if each update draws random numbers.
     """
+    kind = type(optimizer).__name__
     try:
         around = Surroundings(optimizer, step)
+        if around.unknown:
+            log.info("%s is not tried on a small copy: its step may use %s", kind, ", ".join(around.unknown))
+            return False
         try:
             orders = (False, True) if in_any_order else (False,)
             return all(_is_equal_in_chunks(optimizer, step, around, is_reversed=each) for each in orders)
@@ -59,7 +64,7 @@ def is_separable(optimizer: Optimizer, step: Step, *, in_any_order: bool = False
     except Exception as error:  # a step that is not torch's may raise anything
         if _is_of_a_signal(error):
             raise
-        log.info("%s cannot be tried on a small copy: %s", type(optimizer).__name__, error)
+        log.info("%s cannot be tried on a small copy: %s", kind, error)
         return False
 
 

@@ -15,7 +15,13 @@ from torch.utils._pytree import tree_leaves
 
 from offload.devices.device import device_of, is_known
 
-__all__ = ["RandomNumbers"]
+__all__ = ["RandomNumbers", "is_global"]
+
+
+def is_global(generator: object) -> bool:
+    """Return whether this is the generator behind the functions of `random`, or behind those of `numpy.random`."""
+    methods = [random.random, *([np.random.rand] if "numpy.random" in sys.modules else [])]
+    return any(getattr(each, "__self__", None) is generator for each in methods)
 
 
 class RandomNumbers:

@@ -1,12 +1,21 @@
 """Optimizers of one's own: what they count and share is as without offload, stepped in chunks or as a whole."""
 
 import copy
+import functools
+import itertools
+import logging
 import random
+import re
+import types
 import weakref
+from enum import Enum
+from pathlib import PurePath
+from random import gauss
 
 import numpy as np
 import pytest
 import torch
+from numpy.random import rand
 from optimizer_state.state_rig import assert_equal
 from optimizer_state.users_rig import Momentum, On, both, everything, make_model, train
 
@@ -31,6 +40,102 @@ class CountsInItsModule(Momentum):
 
 
 MODULE = {"steps": 0}
+
+
+class CountsInAHelper(Momentum):
+    def extra(self):
+        count_one_more()
+
+
+def count_one_more():
+    count_in_the_module()
+
+
+def count_in_the_module():
+    MODULE["steps"] += 1
+
+
+class Scales(Momentum):
+    """Divides the gradients by the number of the step. What counts the steps begins anew in each training."""
+
+    @classmethod
+    def begin(cls):
+        pass
+
+    def extra(self):
+        number = self.number()
+        for parameter in self.with_gradient:
+            parameter.grad.div_(number)
+
+
+class CountsWithAnIterator(Scales):
+    @classmethod
+    def begin(cls):
+        cls.numbers = itertools.count(1)
+
+    def number(self):
+        return next(self.numbers)
+
+
+class CountsWithAMethod(Scales):
+    @classmethod
+    def begin(cls):
+        global ONE_MORE
+        ONE_MORE = itertools.count(1).__next__
+
+    def number(self):
+        return ONE_MORE()
+
+
+class CountsInAnObject(Scales):
+    @classmethod
+    def begin(cls):
+        cls.counter = types.SimpleNamespace(number=0)
+
+    def number(self):
+        self.counter.number += 1
+        return self.counter.number
+
+
+class CountsBesideAFunction(Scales):
+    @classmethod
+    def begin(cls):
+        cls.table = {"norm": torch.norm, "number": 0}
+
+    def number(self):
+        self.table["number"] += 1
+        return self.table["number"]
+
+
+class CountsInALargeTensor(Scales):
+    @classmethod
+    def begin(cls):
+        cls.numbers = torch.zeros(100)
+
+    def number(self):
+        self.numbers += 1
+        return self.numbers[0]
+
+
+class UsesWhatDoesNotChange(Scales):
+    color = Enum("color", "RED")
+    log = logging.getLogger("offload.test")
+    pattern, path, single = re.compile("a"), PurePath("a"), np.float32(1)
+    table = {"norm": torch.norm, "kinds": (torch.nn.Linear, int | None)}  # noqa: RUF012
+    values = torch.arange(256)
+    one_more = staticmethod(functools.partial(int, 1))
+
+    @functools.cached_property
+    def named(self):
+        return self.pattern.match("a")
+
+    def number(self):
+        self.table["norm"](self.values.float())
+        warn("%s", gauss)
+        return self.one_more()
+
+
+warn = logging.getLogger("offload.test").debug
 
 
 class CountsInAGlobal(Momentum):
@@ -156,6 +261,20 @@ class DrawsFromTorch(DrawsFromPython):
         return torch.rand(()).item()
 
 
+class DrawsWithAGeneratorOfItsClass(DrawsFromPython):
+    @classmethod
+    def begin(cls):
+        cls.generator = random.Random(0)
+
+    def draw(self):
+        return self.generator.random()
+
+
+class DrawsWithAMethod(DrawsFromPython):
+    def draw(self):
+        return rand()
+
+
 class DrawsInVain(DrawsFromPython):
     """Its updates do not depend on the number. In chunks it would draw more of them."""
 
@@ -169,8 +288,10 @@ class DrawsInVainFromNumPy(DrawsFromNumPy):
 OWN = [CountsInClass, CountsInAListOfItsClass, CountsInItsModule, CountsInAGlobal, AddsToItsClass, KeepsNorms]
 OWN += [CountsInATensor, CountsInTheState, CountsInItself, HasADel, CountsInstances, NeedsLargeParameters]
 OWN += [NormOfBiases, SharesATensor, UsesAListThatContainsItself]
+OWN += [CountsInAHelper, CountsWithAnIterator, CountsWithAMethod, CountsInAnObject, CountsBesideAFunction]
+OWN += [CountsInALargeTensor, UsesWhatDoesNotChange, DrawsWithAGeneratorOfItsClass, DrawsWithAMethod]
 OWN += [DrawsFromPython, DrawsFromNumPy, DrawsFromTorch, DrawsInVain, DrawsInVainFromNumPy]
-CHUNKED = {CountsInItself, CountsInstances}
+CHUNKED = {CountsInItself, CountsInstances, UsesWhatDoesNotChange}
 
 
 def trained_with(on, kind):
@@ -178,6 +299,7 @@ def trained_with(on, kind):
         del kind.latest
     before = counted(kind)
     model = make_model()
+    getattr(kind, "begin", int)()
     random.seed(0)
     np.random.seed(0)
     optimizer = kind(model.parameters())
@@ -207,6 +329,7 @@ def test_optimizers_of_ones_own(kind, tmp_path):
 @pytest.mark.parametrize("kind", OWN)
 def test_which_of_them_are_stepped_in_chunks(kind, tmp_path):
     on, model = On(True, tmp_path), make_model()
+    getattr(kind, "begin", int)()
     optimizer = kind(model.parameters())
     on(model, optimizer)
     train(model, optimizer, 4)

@@ -45,6 +45,10 @@ GUARDS = {
         [(surroundings.Surroundings, "restore", lambda self: None)],
         functools.partial(own.trained_with, kind=own.CountsInClass),
     ),
+    "what cannot be compared is not tried": (
+        [(surroundings, "_is_fixed", lambda value: True)],
+        functools.partial(own.trained_with, kind=own.CountsWithAnIterator),
+    ),
     "the trial draws the random numbers of the program again": (
         [(random_numbers.RandomNumbers, "restore", lambda self: None)],
         functools.partial(own.trained_with, kind=own.DrawsFromPython),
