@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import sys
 import threading
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, ItemsView, Iterator, ValuesView
 from contextlib import closing, nullcontext
 from typing import Any
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from offload import _core
+from offload.optimizer_state.aliases import Aliases
 from offload.optimizer_state.loading import convert
 from offload.optimizer_state.snapshot import Snapshot
 from offload.optimizer_state.state_tensor import StateTensor, cloned, is_movable
@@ -178,23 +179,22 @@ class StreamedState(defaultdict[Any, State]):
     def owned(self) -> Iterator[Any]:
         """Replace each tensor that can leave memory by a copy: the caller of `load_state_dict` may hold the original.
 
-        Yields each key after its tensors are replaced. A tensor in several places becomes one copy in these places.
+        Yields each key after its tensors are replaced. Tensors that share memory stay: they cannot leave.
         """
-        copies: dict[int, tuple[Tensor, Tensor]] = {}  # holds the originals, so that no identity is reused
-        places = Counter(map(id, self._values()))
+        aliases = Aliases(self._values())
         for key in list(self):
-            self._own(key, places, copies)  # a function, so that nothing here holds the state that it replaces
+            self._own(key, aliases)  # a function, so that nothing here holds the state that it replaces
             yield key
 
-    def _own(self, key: Any, places: Counter[int], copies: dict[int, tuple[Tensor, Tensor]]) -> None:
+    def _own(self, key: Any, aliases: Aliases) -> None:
         found = self.peek(key)
         state = found if isinstance(found, dict) else {}
         for name, value in state.items():
-            if is_movable(value, self.engine.device, self._min_nbytes):
-                made = copies[id(value)][1] if id(value) in copies else cloned(value)
-                if places[id(value)] > 1:
-                    copies[id(value)] = value, made
-                state[name] = made
+            if self._is_movable(value, aliases):
+                state[name] = cloned(value)
+
+    def _is_movable(self, value: Any, aliases: Aliases) -> bool:
+        return is_movable(value, self.engine.device, self._min_nbytes) and value not in aliases
 
     def _values(self) -> Iterator[Any]:
         for state in dict.values(self):
@@ -248,25 +248,25 @@ class StreamedState(defaultdict[Any, State]):
     def copied(self, *, is_snapshot: bool) -> defaultdict[Any, State]:
         """Return a plain dictionary with copies of all tensors. Tensors that are away stay away.
 
+        Copies share memory where the tensors do.
+
         Parameters
         ----------
         is_snapshot
             Where the copies of moved tensors are. If False, in the device's memory. If True and the device is an
             accelerator, in host memory (DTensors: on the device). If True on the CPU, in a file, together with the
-            copies of tensors that could move and are only in one place of the state; all are in memory if no file can
-            be made.
+            copies of other tensors that could move and share no memory; all are in memory if no file can be made.
         """
-        snapshot = self._snapshot() if is_snapshot and not self.engine.is_accelerator else None
+        aliases = Aliases(self._values())
+        snapshot = self._snapshot(aliases) if is_snapshot and not self.engine.is_accelerator else None
         with closing(snapshot) if snapshot is not None else nullcontext():
-            result = self._copied(snapshot, to_host=is_snapshot and self.engine.is_accelerator)
+            result = self._copied(aliases, snapshot, to_host=is_snapshot and self.engine.is_accelerator)
             if snapshot is not None:
                 snapshot.end()
         return result
 
-    def _copied(self, snapshot: Snapshot | None, *, to_host: bool) -> defaultdict[Any, State]:
+    def _copied(self, aliases: Aliases, snapshot: Snapshot | None, *, to_host: bool) -> defaultdict[Any, State]:
         result: defaultdict[Any, State] = defaultdict(dict)
-        copies: dict[int, Tensor] = {}  # a tensor in several places becomes one copy in these places
-        once = self._movable_once() if snapshot is not None else ()
         for key, state in dict.items(self):
             result[key] = {} if isinstance(state, dict) else state
             with self._lock:
@@ -274,31 +274,21 @@ class StreamedState(defaultdict[Any, State]):
                 known = {id(each.tensor): each for each in self.tensors.get(key, ())}
                 for name, value in state.items() if isinstance(state, dict) else ():
                     each = known.get(id(value))
-                    if each is not None:
+                    has_moved = each is not None and (each.is_away or value not in aliases)
+                    if each is not None and has_moved:
                         value = self._read(key, each, each.copy)
                         value = value.cpu() if to_host and value is local_of(value) else value
-                    if snapshot is not None and (each is not None or id(value) in once):
+                    if snapshot is not None and (has_moved or self._is_movable(value, aliases)):
                         snapshot.put(result[key], name, value)
-                        continue
-                    if each is None and isinstance(value, Tensor):
-                        value = copies[id(value)] = copies[id(value)] if id(value) in copies else cloned(value)
-                    result[key][name] = value
+                    else:
+                        result[key][name] = value if has_moved else aliases.copied(value)
         return result
 
-    def _movable_once(self) -> dict[int, int]:
-        """Return the bytes, by identity, of each tensor that could move, has not left and is in one place only."""
-        places = Counter(map(id, self._values()))
-        places.update(id(each.tensor) for tensors in self.tensors.values() for each in tensors)
-        return {
-            id(value): local_of(value).nbytes
-            for value in self._values()
-            if places[id(value)] == 1 and is_movable(value, self.engine.device, self._min_nbytes)
-        }
-
-    def _snapshot(self) -> Snapshot | None:
+    def _snapshot(self, aliases: Aliases) -> Snapshot | None:
         """Return a file for copies of all tensors that could move; None if there can be none."""
-        moved = [each.nbytes for tensors in self.tensors.values() for each in tensors]
-        nbytes = sum(map(Snapshot.space_for, [*moved, *self._movable_once().values()]))
+        moved = {id(each.tensor): each.nbytes for tensors in self.tensors.values() for each in tensors}
+        others = {id(each): local_of(each).nbytes for each in self._values() if self._is_movable(each, aliases)}
+        nbytes = sum(map(Snapshot.space_for, {**others, **moved}.values()))
         if not nbytes or not self.engine.spill_dir:
             return None
         try:
@@ -393,7 +383,15 @@ class StreamedState(defaultdict[Any, State]):
     __copy__ = copy  # type: ignore[assignment]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> defaultdict[Any, State]:
-        return copy.deepcopy(self.copied(is_snapshot=False), memo)
+        result: defaultdict[Any, State] = defaultdict(dict)
+        for key, state in dict.items(self):
+            with self._lock:
+                convert(key, state)
+                for each in self.tensors.get(key, ()):
+                    if each.is_away:
+                        memo[id(each.tensor)] = self._read(key, each, each.copy)
+                result[copy.deepcopy(key, memo)] = copy.deepcopy(state, memo)
+        return result
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.copied(is_snapshot=False).__reduce_ex__(protocol)

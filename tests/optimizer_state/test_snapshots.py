@@ -156,6 +156,17 @@ def test_state_that_the_plan_keeps_is_in_the_file_too(tmp_path):
     assert torch.equal(saved["exp_avg"], dict.get(loop.optimizer.state, kept)["exp_avg"])
 
 
+def test_state_that_has_not_left_yet_is_in_the_file_too(tmp_path):
+    loop = loops.Loop(True, tmp_path)
+    loop.step(0)
+    for parameter in loop.model.parameters():
+        loop.optimizer.state[parameter] = {"own": torch.ones(40, 40)}
+    found = states(loop.optimizer)
+    assert len(found) > 1
+    assert all(map(is_in_a_file, found))
+    assert_equal(found, [torch.ones(40, 40)] * len(found))
+
+
 def states(optimizer):
     saved = optimizer.state_dict()["state"]
     return [value for key in sorted(saved) for value in saved[key].values()]
