@@ -5,20 +5,22 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from frameworks import need
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 import offload
 from offload.capacity import without_data
 from offload.capacity.device import parse_device
 from offload.capacity.step_counter import StepCounter
 from offload.cli.main import main
-from offload.torch_compat.fake import NEEDS_VALUES, Fakes, flops_of, is_fake
+from offload.torch_compat.fake import NEEDS_VALUES, Fakes, converted_in_place, flops_of, is_fake
 
 SCRIPTS = Path(__file__).parent / "unmodified"
 MIB, GIB = 1 << 20, 1 << 30
@@ -204,6 +206,92 @@ def test_operations_of_attention_on_the_cpu() -> None:
 def test_values_cannot_be_read() -> None:
     with pytest.raises(NEEDS_VALUES):
         Fakes().like(torch.zeros(3)).sum().item()
+
+
+# -- conversions -----------------------------------------------------------------------------------------------------
+
+
+class Tied(nn.Module):
+    """Two layers that share a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(512, 512), nn.Linear(512, 512)
+        self.second.weight = self.first.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.second(self.first(x).tanh())
+        return y
+
+
+def prepared(model: nn.Module) -> nn.Module:
+    accelerate = need("accelerate")
+    try:
+        found: nn.Module = accelerate.Accelerator(cpu=True).prepare(model)
+    finally:
+        accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+        accelerate.state.GradientState._reset_state()
+    return found
+
+
+CONVERSIONS: dict[str, tuple[Callable[[nn.Module], nn.Module], torch.dtype]] = {
+    "to": (lambda model: model.to("cpu"), torch.float32),
+    "float": (lambda model: model.float(), torch.float32),
+    "half and back": (lambda model: model.half().float(), torch.float32),
+    "bfloat16": (lambda model: model.bfloat16(), torch.bfloat16),
+    "double": (lambda model: model.double(), torch.float64),
+    "accelerate": (prepared, torch.float32),
+}
+
+
+def converting(convert: Callable[[nn.Module], nn.Module], time: str, dtype: torch.dtype) -> None:
+    """A training loop that converts its model."""
+    model, fired = Tied(), []
+    model.first.weight.register_hook(lambda gradient: fired.append(gradient.dtype))
+    model.first.weight.note = "mine"  # type: ignore[attr-defined]
+    kept = list(model.parameters())
+    if time == "before the optimizer":
+        convert(model)
+    optimizer = torch.optim.SGD(kept, lr=0.1, momentum=0.9)
+    if time == "after it":
+        convert(model)
+    trained_in = model.first.weight.dtype
+    model(torch.randn(1024, 512, dtype=trained_in)).sum().backward()
+    if time == "between backward and step":
+        convert(model)
+    assert all(each is was for each, was in zip(model.parameters(), kept, strict=True))
+    assert model.second.weight is model.first.weight
+    assert model.first.weight.note == "mine"
+    assert fired == [trained_in]
+    assert {each.dtype for each in kept} == {each.grad.dtype for each in kept if each.grad is not None} == {dtype}
+    optimizer.step()
+
+
+@pytest.mark.parametrize("time", ["before the optimizer", "after it", "between backward and step"])
+@pytest.mark.parametrize("name", CONVERSIONS)
+def test_a_script_that_converts_its_model(name: str, time: str) -> None:
+    convert, dtype = CONVERSIONS[name]
+    script = without_data.CountedScript(parse_device(DEVICE))
+    with pytest.raises(SystemExit), script.running():
+        converting(convert, time, dtype)
+    step = script.step()
+    assert step is not None
+    trained_in = torch.float32 if time == "between backward and step" else dtype
+    assert step.fixed_bytes[0] == (512 * 512 + 2 * 512) * (trained_in.itemsize + dtype.itemsize), "weights and momentum"
+
+
+def test_a_conversion_to_another_device_and_of_tensors_with_data() -> None:
+    model, fakes, plain = nn.Linear(2, 2), Fakes(), torch.utils.swap_tensors
+    weight, one, other = nn.Parameter(fakes.like(model.weight.detach())), torch.zeros(2), torch.ones(3)
+    model.weight, model.bias = weight, None  # type: ignore[assignment]
+    on_a_gpu = FakeTensor(fakes._mode, torch.empty(2, 2, device="meta"), torch.device("cuda:0"))
+    with converted_in_place():
+        model._apply(lambda _: on_a_gpu)
+        torch.utils.swap_tensors(one, other)
+    assert model.weight is weight
+    assert weight.device.type == "cuda"
+    assert torch.equal(one, torch.ones(3))
+    assert torch.utils.swap_tensors is plain
 
 
 # -- scripts ----------------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from offload.capacity.replay import Call, Held, called, own_loss
 from offload.capacity.step_counter import StepCounter
 from offload.control.profile_listener import RecordedStep
 from offload.profiling.model_state import tensors_in
-from offload.torch_compat.fake import Fakes, is_fake
+from offload.torch_compat.fake import Fakes, converted_in_place, is_fake
 from offload.torch_compat.tensors import storage_identity
 
 __all__ = ["CountedOptimizers", "CountedScript", "count_step", "count_steps", "how_counted", "without_values"]
@@ -231,6 +231,7 @@ class CountedScript:
         nn.Module.register_parameter = register  # type: ignore[method-assign, assignment]
         with ExitStack() as stack:
             stack.callback(self.watch.close)
+            stack.enter_context(converted_in_place())
             stack.enter_context(warnings.catch_warnings())  # torch's own code asks parameters where their data is
             warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
             try:

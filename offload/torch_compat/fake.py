@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils.flop_counter import flop_registry
 
-__all__ = ["NEEDS_VALUES", "Fakes", "flops_of", "is_fake"]
+__all__ = ["NEEDS_VALUES", "Fakes", "converted_in_place", "flops_of", "is_fake"]
 
 # Raised where a program reads values of a tensor that has none.
 NEEDS_VALUES: tuple[type[Exception], ...] = (DataDependentOutputException, DynamicOutputShapeException)
@@ -55,6 +56,28 @@ class Fakes:
 def is_fake(value: object) -> bool:
     """Whether a value is a tensor without data."""
     return isinstance(value, FakeTensor)
+
+
+@contextmanager
+def converted_in_place() -> Iterator[None]:
+    """Within, `model.to`, `half` and the like convert parameters without data as torch does those with data.
+
+    For a `FakeTensor`, torch exchanges two tensors instead of setting `data`: it refuses tensors that its own mode
+    refers to, or a graph, and hooks and attributes would leave the parameter.
+    """
+    plain: Any = torch.utils.swap_tensors
+
+    def converted(tensor: Tensor, into: Tensor) -> None:
+        if isinstance(tensor, FakeTensor) and isinstance(into, FakeTensor):
+            tensor.data, tensor.fake_device = into, into.fake_device
+        else:
+            plain(tensor, into)
+
+    torch.utils.swap_tensors = converted
+    try:
+        yield
+    finally:
+        torch.utils.swap_tensors = plain
 
 
 def flops_of(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any], output: Any) -> int:
