@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from offload.capacity.temporaries import temporary_bytes
+from offload.capacity.temporaries import temporary_bytes, undivided_bytes
 from offload.devices.device import device_of
 from offload.optimizer_state import mover
 from offload.optimizer_state.forecast import StateForecast, forecast, still_written
@@ -93,20 +94,29 @@ class MovedState:
 class OptimizerWatch:
     """Counts the most bytes on the device during the first step of each optimizer, and times its steps.
 
+    A step with a closure runs the model's forward and backward. Its temporaries are counted afterwards, on copies
+    without data, and it is not timed.
+
     Attributes
     ----------
     peak_bytes
         The most bytes so far; 0 if no optimizer has stepped.
     is_incomplete
-        Whether some optimizer's step could not be counted: it calls the training step itself, as closures do.
+        Whether some optimizer's step could not be counted.
     stays
         Why the state of an optimizer would not be moved, by name of its class.
+    has_stepped
+        Whether an optimizer's step is over.
+    stepped
+        Called after each step, if any.
     """
 
     def __init__(self) -> None:
         self.peak_bytes = 0
         self.is_incomplete = False
         self.stays: dict[str, str] = {}
+        self.has_stepped = False
+        self.stepped: Callable[[], None] | None = None
         self._forecasts: list[StateForecast] = []
         self._moved_peak_bytes = 0
         self._seen: list[torch.optim.Optimizer] = []
@@ -145,6 +155,11 @@ class OptimizerWatch:
         return sum(self._seconds.values())
 
     @property
+    def state_bytes(self) -> int:
+        """Of the state that the optimizers so far have created."""
+        return sum(storage_bytes(self._state()).values())
+
+    @property
     def moved(self) -> MovedState | None:
         """What moving all their state would change; None if none of it can be moved, or it is not known."""
         moving = [each for each in self._forecasts if each.nbytes]
@@ -180,27 +195,48 @@ class OptimizerWatch:
 
     def _begin(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._abandon()
-        if any(each is optimizer for each in self._seen):
+        if any(each is not None for each in (*args[1:], *kwargs.values())):
+            self._begun = None
+            return
+        if self._has_seen(optimizer):
             self._begun = device_of(self._device).mark()
             return
-        self._seen.append(optimizer)
-        parameters = [each for group in optimizer.param_groups for each in group["params"]]
-        if any(each is not None for each in (*args[1:], *kwargs.values())) or not parameters:
-            self.is_incomplete = True
-            return
-        self._device = parameters[0].device
-        device = device_of(self._device)
+        self._see(optimizer)
         self._profile = AllocationProfile(self._device)
         if not self._profile.start():
             self._profile, self.is_incomplete = None, True
             return
-        self._held_bytes = device.allocated_bytes() if device.is_accelerator else self._bytes_of_all()
+        self._held_bytes = self._bytes_now()
         self._profile.begin_span(f"{MARK_PREFIX}optimizer")
-        self._begun = device.mark()
+        self._begun = device_of(self._device).mark()
 
     def _end(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self._time(optimizer)
-        found = self._profile.stop() if self._profile is not None else None
+        if self._profile is not None:
+            self._read(optimizer, self._profile)
+        elif not self._has_seen(optimizer):  # it has a closure, or its closure has begun to watch
+            self._count(optimizer)
+        self.has_stepped = True
+        if self.stepped is not None:
+            self.stepped()
+
+    def _has_seen(self, optimizer: torch.optim.Optimizer) -> bool:
+        return any(each is optimizer for each in self._seen)
+
+    def _see(self, optimizer: torch.optim.Optimizer) -> None:
+        self._seen.append(optimizer)
+        parameters = (each for group in optimizer.param_groups for each in group["params"])
+        self._device = next((each.device for each in parameters), self._device)
+
+    def _count(self, optimizer: torch.optim.Optimizer) -> None:
+        self._see(optimizer)
+        temporaries = undivided_bytes(optimizer)
+        self.is_incomplete |= temporaries is None
+        now = self._bytes_now()
+        self._forecast(optimizer, now + (temporaries or 0), now)
+
+    def _read(self, optimizer: torch.optim.Optimizer, profile: AllocationProfile) -> None:
+        found = profile.stop()
         if found is None:
             return
         self._profile = None
@@ -252,13 +288,18 @@ class OptimizerWatch:
     def _leaves(device: torch.device, state: dict[Any, Any], name: Any) -> bool:
         return would_leave(state, name, device, SMALLEST_BYTES)
 
-    def _bytes_of_all(self) -> int:
-        """Of parameters, gradients and state of the optimizers so far."""
+    def _bytes_now(self) -> int:
+        """On an accelerator, all that is allocated. Elsewhere parameters, gradients and state of optimizers."""
+        device = device_of(self._device)
+        if device.is_accelerator:
+            return device.allocated_bytes()
         groups = [group for each in self._seen for group in each.param_groups]
         parameters = [parameter for group in groups for parameter in group["params"]]
-        state = tensors_in([list(each.state.values()) for each in self._seen])
         gradients = [parameter.grad for parameter in parameters]
-        return sum(storage_bytes([*parameters, *gradients, *state]).values())
+        return sum(storage_bytes([*parameters, *gradients, *self._state()]).values())
+
+    def _state(self) -> Iterator[Tensor]:
+        return tensors_in([list(dict.values(each.state)) for each in self._seen])  # what has moved stays so
 
 
 @contextmanager

@@ -16,11 +16,11 @@ from torch.utils._pytree import tree_map
 
 from offload.capacity.device import AbsentDevice
 from offload.capacity.step_counter import StepCounter
-from offload.optimizer_state.chunks import ChunkedStep
+from offload.optimizer_state.chunks import ChunkedStep, is_known
 from offload.torch_compat.fake import NEEDS_VALUES, Fakes
-from offload.torch_compat.optimizers import runs_foreach, step_behind_hooks
+from offload.torch_compat.optimizers import is_own_step, runs_foreach, step_behind_hooks
 
-__all__ = ["temporary_bytes"]
+__all__ = ["temporary_bytes", "undivided_bytes"]
 
 _UNTIMED = AbsentDevice(0, math.inf, math.inf)
 
@@ -44,6 +44,20 @@ def temporary_bytes(optimizer: torch.optim.Optimizer, chunks: Sequence[Sequence[
         return min(undivided, max((_counted(optimizer, updated[number]) for number in largest), default=0))
     except NEEDS_VALUES:
         return undivided
+
+
+def undivided_bytes(optimizer: torch.optim.Optimizer) -> int | None:
+    """Return the most bytes of temporaries while the optimizer steps for all parameters at once, without a closure.
+
+    None if they cannot be counted: it is none of torch's, something wraps its step, or the step reads values.
+    """
+    if not (is_known(optimizer) and is_own_step(optimizer, step_behind_hooks(optimizer))):
+        return None
+    params = [param for group in optimizer.param_groups for param in group["params"] if param.grad is not None]
+    try:
+        return _counted(optimizer, params)
+    except NEEDS_VALUES:
+        return None
 
 
 def _counted(optimizer: torch.optim.Optimizer, chunk: Sequence[Tensor]) -> int:

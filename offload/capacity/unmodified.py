@@ -18,15 +18,49 @@ from offload.capacity.replay import Call
 from offload.control.registry import enabled_models
 from offload.session import enable
 
-__all__ = ["Enabled", "enable_models"]
+__all__ = ["CALLS_MAX", "Enabled", "enable_models", "end_the_script"]
+
+
+CALLS_MAX = 64  # of models in training mode, while the first step of an optimizer is awaited
 
 
 @dataclass
 class Enabled:
-    """What was enabled: the classes of the models, in order, and the call of the first one."""
+    """What was enabled: the classes of the models, in order, and the call of the first one.
 
+    Attributes
+    ----------
+    watch
+        The script's optimizers.
+    calls_left
+        How often a model may still be called before the script is ended; None if no optimizer's step is awaited.
+    """
+
+    watch: OptimizerWatch
     names: list[str] = field(default_factory=list)
     call: Call | None = None
+    calls_left: int | None = None
+
+    def awaits_optimizer(self) -> bool:
+        """Whether no optimizer has stepped: `SystemExit` then ends the script when one has, or after `CALLS_MAX` calls.
+
+        A script that accumulates gradients calls its model several times before its optimizer steps.
+        """
+        if not self.watch.has_stepped:
+            self.calls_left, self.watch.stepped = CALLS_MAX, end_the_script
+        return not self.watch.has_stepped
+
+    def count_call(self) -> None:
+        """A model is called in training mode."""
+        if self.calls_left is not None:
+            self.calls_left -= 1
+            if self.calls_left < 0:
+                end_the_script()
+
+
+def end_the_script() -> None:
+    """End the script, which runs in this thread."""
+    raise SystemExit(0)
 
 
 @contextmanager
@@ -44,7 +78,7 @@ def enable_models(watch: OptimizerWatch) -> Iterator[Enabled]:
         Is filled as models are enabled.
     """
     plain = nn.Module.__call__
-    found = Enabled()
+    found = Enabled(watch)
 
     def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if not (module.training and torch.is_grad_enabled()):
@@ -57,6 +91,7 @@ def enable_models(watch: OptimizerWatch) -> Iterator[Enabled]:
                     found.names.append(type(module).__name__)
                     found.call = found.call or Call.of(module, args, kwargs, _copied)
                 watch.listen()
+                found.count_call()
             return plain(module, *args, **kwargs)
         finally:
             nn.Module.__call__ = call  # type: ignore[method-assign]

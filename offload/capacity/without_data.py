@@ -18,8 +18,8 @@ from offload.capacity.device import AbsentDevice
 from offload.capacity.optimizer_step import SMALLEST_BYTES, OptimizerWatch
 from offload.capacity.replay import Call, Held, called, own_loss
 from offload.capacity.step_counter import StepCounter
+from offload.capacity.unmodified import end_the_script
 from offload.control.profile_listener import RecordedStep
-from offload.profiling.model_state import tensors_in
 from offload.torch_compat.fake import Fakes, converted_in_place, is_fake
 from offload.torch_compat.tensors import storage_identity
 
@@ -43,17 +43,16 @@ class CountedOptimizers(OptimizerWatch):
     ----------
     counter
         Of the step that is running.
-    state_bytes
-        Of the state that optimizers have created.
-    stepped
-        Called after a step, if any.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.counter: StepCounter | None = None
-        self.state_bytes = 0
-        self.stepped: Callable[[], None] | None = None
+
+    @property
+    def state_bytes(self) -> int:
+        """Of the state that the optimizers so far have created."""
+        return sum(each.untyped_storage().nbytes() for each in self._state())
 
     def _begin(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self.counter is not None:
@@ -67,7 +66,6 @@ class CountedOptimizers(OptimizerWatch):
         if not any(each is optimizer for each in self._seen):
             self._seen.append(optimizer)
             counter.look()
-            self.state_bytes += sum(map(_nbytes, tensors_in(list(optimizer.state.values()))))
             self._forecast(
                 optimizer, counter.held_bytes + counter.live_bytes_max, counter.held_bytes + counter.live_bytes
             )
@@ -256,20 +254,12 @@ class CountedScript:
         self._batch = next((len(each) for each in inputs if each.dim() and len(each)), None)
         self._input_bytes = _bytes_of(inputs)
         self.watch.counter = counter = StepCounter(module, self._device, self.fakes)
-        self.watch.stepped = _end_the_script
+        self.watch.stepped = end_the_script
         self.watch.listen()
         return counter
-
-
-def _end_the_script() -> None:
-    raise SystemExit(0)
 
 
 def _bytes_of(inputs: Any) -> dict[int, int]:
     """Return the bytes of the inputs' storages, by their identity."""
     storages = [each.untyped_storage() for each in tree_leaves(inputs) if isinstance(each, Tensor)]
     return {storage_identity(each): each.nbytes() for each in storages}
-
-
-def _nbytes(tensor: Tensor) -> int:
-    return tensor.untyped_storage().nbytes()

@@ -9,7 +9,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -150,9 +150,16 @@ def _measure(script: str, words: Sequence[str], *, quiet: bool) -> _Found | int:
     from offload.capacity.unmodified import enable_models
     from offload.diagnostics.oom import is_out_of_memory
 
+    state_bytes = 0  # that the step contains
+
+    def trial_bytes(step: RecordedStep) -> int | None:
+        nonlocal state_bytes
+        state_bytes = watch.state_bytes
+        return _trial_bytes(step)
+
     try:
         with watching_optimizers() as watch, enable_models(watch) as enabled:
-            step = profile_script(script, words, _trial_bytes, quiet=quiet)
+            step = profile_script(script, words, trial_bytes, quiet=quiet, goes_on=enabled.awaits_optimizer)
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
@@ -164,6 +171,7 @@ def _measure(script: str, words: Sequence[str], *, quiet: bool) -> _Found | int:
         return step
     if step is None:
         return _refuse(f"{script} finished no training step: forward in training mode, and backward")
+    step = _holding(step, watch.state_bytes - state_bytes)
     notes = [f"Measured on {step.device}: one step of the script, swapped as far as possible."]
     return _Found(step, watch, enabled.call, replayed, enabled.names, notes)
 
@@ -189,6 +197,13 @@ def _count(script: str, words: Sequence[str], device: AbsentDevice, *, quiet: bo
     if step is None:
         return _refuse(f"{script} finished no training step: forward in training mode, and backward")
     return _Found(step, counted.watch, counted.call, counted.run, (), [how_counted(device)], is_counted=True)
+
+
+def _holding(step: RecordedStep, nbytes: int) -> RecordedStep:
+    """Return the step with more optimizer state in memory: gradients accumulate in it, before the optimizer's first."""
+    base_bytes = tuple(nbytes + each for each in step.trace.base_bytes)
+    fixed_bytes = tuple(nbytes + each for each in step.fixed_bytes)
+    return replace(step, trace=replace(step.trace, base_bytes=base_bytes), fixed_bytes=fixed_bytes)
 
 
 def _trial_bytes(step: RecordedStep) -> int | None:
@@ -218,7 +233,8 @@ def _answer(script: str, found: _Found, memory: int | None, device: AbsentDevice
         notes.append(f"The script trains {len(found.models)} models ({names}); this is about the first one.")
     if watch.is_incomplete or not watch.peak_bytes:
         notes.append(
-            "The memory of the optimizer's own step is not counted: none stepped, or it could not be recorded."
+            "The memory of the optimizer's own step is not counted, or not all of it: none stepped, or it could not be "
+            "recorded."
         )
     is_one = len(found.models) <= 1  # with several models, the state may be another one's
     notes += watch.notes(link) if is_one else []

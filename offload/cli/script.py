@@ -22,7 +22,12 @@ _PROFILES_MAX = 8  # profiled steps before the trial step is over; after these, 
 
 
 def profile_script(
-    path: str, words: Sequence[str], trial_bytes: Callable[[RecordedStep], int | None], *, quiet: bool
+    path: str,
+    words: Sequence[str],
+    trial_bytes: Callable[[RecordedStep], int | None],
+    *,
+    quiet: bool,
+    goes_on: Callable[[], bool] = bool,
 ) -> RecordedStep | int | None:
     """Run a script until a step of a model that it enables has been profiled, and the trial step if one is requested.
 
@@ -33,10 +38,12 @@ def profile_script(
     words
         Its arguments.
     trial_bytes
-        Called with the profiled step. Returns the most bytes that a trial step of recomputation may take; None for no
-        trial step.
+        Called with the first profiled step. Returns the most bytes that a trial step of recomputation may take; None
+        for no trial step.
     quiet
         Whether the script's output goes to standard error, so that standard output contains only JSON.
+    goes_on
+        Called when the step is known. Returns whether the script goes on; other code then ends it.
 
     Returns
     -------
@@ -50,14 +57,18 @@ def profile_script(
     waiting: list[RecordedStep] = []  # the step whose trial step is due, and those profiled before that trial step runs
 
     def listen(step: RecordedStep) -> int | None:
+        if found:
+            return None  # it goes on
+        room = None if waiting else trial_bytes(step)
         if step.may_try:
-            room = None if waiting else trial_bytes(step)
             if waiting or room is not None:
                 waiting.append(step)
             if 1 < len(waiting) <= _PROFILES_MAX or room is not None:
                 return room  # go on: the trial step of `waiting[0]` is due
         found.append(waiting[0] if len(waiting) > 1 and step.may_try else step)
-        raise SystemExit(0)
+        if not goes_on():
+            raise SystemExit(0)
+        return None
 
     try:
         with listen_to_profiles(listen):
