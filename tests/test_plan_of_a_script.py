@@ -142,3 +142,14 @@ def test_plan_of_a_script_that_trains_nothing(tmp_path):
     assert "finished no training step under offload.enable" in done.stderr
     script.write_text("raise SystemExit(7)")
     assert run_python("-m", "offload", "plan", script).returncode == 7
+
+
+@pytest.mark.parametrize("end", ["sys.exit(0)", "sys.exit()"])
+@pytest.mark.parametrize(
+    "words", [["plan"], ["plan", "--json"], ["fit"], ["fit", "--without-data", "--device", "12GiB,12GB/s,40TFLOP/s"]]
+)
+def test_a_script_that_trains_nothing_and_ends_itself_without_a_failure(tmp_path, capsys, words, end):
+    script = tmp_path / "train.py"
+    script.write_text(f"import sys\n{end}")
+    assert cli.main([*words, str(script)]) == 2
+    assert "finished no training step" in capsys.readouterr().err

@@ -91,7 +91,7 @@ def run(args: argparse.Namespace, words: Sequence[str]) -> int:
     -------
     int
         Exit status: 0 if the step fits, 2 for a mistake in the call or a script that trains nothing, 3 if the step does
-        not fit; the script's own status if it exits before its first step is over.
+        not fit; the script's own status if it fails before its first step is over.
     """
     from offload.capacity.device import parse_device
 
@@ -186,8 +186,8 @@ def _count(script: str, words: Sequence[str], device: AbsentDevice, *, quiet: bo
         with counted.running():
             run_script(script, words, quiet=quiet)
     except SystemExit as end:
-        if counted.step() is None:
-            return exit_status(end)
+        if counted.step() is None and (status := exit_status(end)) is not None:
+            return status
     except NEEDS_VALUES as error:
         return _refuse(
             f"{script} reads the values of a tensor before its first optimizer step is over, and without data there "

@@ -158,7 +158,7 @@ def run_script(args: argparse.Namespace, script_args: Sequence[str]) -> int:
     -------
     int
         Exit status: 0, 2 for a mistake in the call or a script that profiles no step, 3 if no plan keeps the limit;
-        the script's own status if it exits before.
+        the script's own status if it fails before.
     """
     if not Path(args.trace).is_file():
         return _refuse(FileNotFoundError(2, "no such script", args.trace))

@@ -48,7 +48,7 @@ def profile_script(
     Returns
     -------
     RecordedStep, int or None
-        The step; after a trial step, with recipes. The script's own exit status if it exits before; None if it ends
+        The step; after a trial step, with recipes. The script's own exit status if it fails before; None if it ends
         without a training step.
     """
     from offload.control.registry import listen_to_profiles
@@ -111,9 +111,12 @@ def _show_from(
     show(kind, error.with_traceback(inside), inside)
 
 
-def exit_status(end: SystemExit) -> int:
-    """Return the exit status of a script that ended itself, and print its last words, both as `python` does."""
+def exit_status(end: SystemExit) -> int | None:
+    """Return the exit status of a script that ended itself, and print its last words, both as `python` does.
+
+    None instead of 0: the script has not failed, as if it had come to its end. For a command, 0 is an answer.
+    """
     if isinstance(end.code, int) or end.code is None:
-        return end.code or 0
+        return end.code or None
     print(end.code, file=sys.stderr)
     return 1
