@@ -27,6 +27,7 @@ from offload.runtime.engine import REFUSALS, Engine
 from offload.runtime.forward_wrapper import ForwardWrapper
 from offload.runtime.hooks import StepHooks
 from offload.torch_compat.compiled import compiled_parts, is_compiled, untraceable_wrappers, wrappers_of
+from offload.torch_compat.held_objects import is_saved_itself
 from offload.torch_compat.holders import holds_alone
 from offload.torch_compat.modules import is_sharded, own_parameters, scripted_parameters, walk
 from offload.torch_compat.optimizers import allow_foreach
@@ -65,7 +66,8 @@ class ParameterCounts:
     rewritten : int
         How often a parameter was written again, after an update or a change by the program.
     held : int
-        Parameters that stay because another tensor, or a NumPy array, shares their memory.
+        Parameters that stay because another tensor, or a NumPy array, shares their memory, or because a pending
+        backward pass reads it.
     failed : int
         How often a parameter stayed because it could not be written; each try counts. `failure` is the latest error.
     is_sharded : bool
@@ -107,7 +109,10 @@ class ParameterCounts:
         if self.failed:
             yield f"parameters stayed {self.failed} times because they could not be written: {self.failure}"
         if self.held:
-            yield f"{self.held} parameters stay because another tensor, or a NumPy array, shares their memory"
+            yield (
+                f"{self.held} parameters stay because another tensor, a NumPy array or a pending backward pass uses "
+                "their memory"
+            )
         if not self.tensors and (self.is_sharded or not self.held):
             kind = "" if self.which == "all" else f"{self.which} "
             why = f"the model has no {kind}ordinary nn.Parameter of at least min_tensor_bytes"
@@ -192,12 +197,12 @@ class ParameterMover:
         self.counts.held = held
 
     def leave(self, parameter: nn.Parameter) -> bool:
-        """Move a parameter out if it is movable. Returns True if it stays because its memory is shared."""
+        """Move a parameter out if it is movable. Returns True if it stays because something else uses its memory."""
         trained = self.window.moves_trained
         with self.window.lock:
             if not is_movable(parameter, self.engine.device, self._min_nbytes, also_trained=trained):
                 return False
-            if not holds_alone(parameter):
+            if not holds_alone(parameter) or is_saved_itself(parameter):
                 return True
             try:
                 StoredParameter(parameter, self.engine, self.window, self._name_of).put_away(parameter)

@@ -1,0 +1,114 @@
+"""A convolution saves its weight itself: backward reads the memory that the weight has then, so it must be there."""
+
+import pytest
+import torch
+from torch import nn
+
+import offload
+from offload.parameters import mover
+from offload.parameters.moved_parameter import MovedParameter
+
+GIVEN = {"n_tensors": 0, "min_tensor_bytes": 1024}
+
+
+def make_model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(8, 16, 3), nn.GELU(), nn.Conv2d(16, 16, 3))
+
+
+def enable(model, parameters, folder):
+    offload.enable(model, parameters=parameters, spill_dir=folder, **GIVEN)
+
+
+def gradients(model, x):
+    return [x.grad, *(each.grad for each in model.parameters() if each.grad is not None)]
+
+
+def enabled_before_backward(model, x, parameters, folder):
+    loss = model(x).square().mean()
+    if folder is not None:
+        enable(model, parameters, folder)
+    loss.backward()
+    return gradients(model, x)
+
+
+def used_before_it_leaves(model, x, parameters, folder):
+    """A layer that is new in the model leaves at the model's next forward; its graph is older."""
+    if folder is not None:
+        enable(model, parameters, folder)
+    model[2] = nn.Conv2d(16, 8, 3).requires_grad_(parameters == "all")
+    loss = model[2](model[1](model[0](x))).square().mean()
+    with torch.no_grad():
+        model(x)
+    loss.backward()
+    return gradients(model, x)
+
+
+def frozen_before_backward(model, x, parameters, folder):
+    if folder is not None:
+        enable(model, parameters, folder)
+    loss = model[2](model[1](model[0](x))).square().mean()
+    model[2].requires_grad_(False)
+    (loss + model(x).mean()).backward()
+    return [x.grad]
+
+
+WAYS = [enabled_before_backward, used_before_it_leaves, frozen_before_backward]
+
+
+def played(way, parameters, folder=None):
+    model = make_model()
+    if parameters == "frozen" and way is not frozen_before_backward:
+        model.requires_grad_(False)
+    x = torch.randn(2, 8, 8, 8, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    return model, way(model, x, parameters, folder)
+
+
+def assert_plain_gradients(way, parameters, folder):
+    (_, expected), (model, found) = played(way, parameters), played(way, parameters, folder)
+    assert len(found) == len(expected)
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one, other)
+    return model
+
+
+@pytest.mark.parametrize("parameters", ["all", "frozen"])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_parameter_that_a_graph_has_saved_stays_until_backward(way, parameters, tmp_path):
+    model = assert_plain_gradients(way, parameters, tmp_path)
+    model(torch.randn(2, 8, 8, 8))
+    weights = [model[0].weight, model[2].weight]
+    movable = [each for each in weights if parameters == "all" or not each.requires_grad]
+    assert movable
+    assert {type(each) for each in movable} == {MovedParameter}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_without_the_guard_it_is_missed(way, tmp_path, monkeypatch):
+    monkeypatch.setattr(mover, "is_saved_itself", lambda parameter: False)
+    with pytest.raises(AssertionError):
+        assert_plain_gradients(way, "frozen", tmp_path)
+
+
+def test_the_report_says_that_a_graph_holds_them(tmp_path):
+    model = make_model()
+    loss = model(torch.randn(2, 8, 8, 8)).mean()
+    handle = offload.enable(model, parameters="all", spill_dir=tmp_path, **GIVEN)
+    moved = handle.report().moved_parameters
+    assert (moved.held, moved.tensors) == (2, 0)
+    assert any("a pending backward pass" in note for note in moved.notes())
+    loss.backward()
+    model(torch.randn(2, 8, 8, 8))
+    moved = handle.report().moved_parameters
+    assert (moved.held, moved.tensors) == (0, 2)
+
+
+@pytest.mark.parametrize("is_hooked", [False, True])
+def test_a_node_that_accumulates_gradients_does_not_hold_memory(is_hooked, tmp_path):
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+    nodes = [each.view_as(each).grad_fn.next_functions[0][0] for each in model.parameters()]
+    if is_hooked:
+        for node in nodes:
+            node.register_hook(lambda *_: None)
+    enable(model, "all", tmp_path)
+    assert {type(layer.weight) for layer in model} == {MovedParameter}
