@@ -20,6 +20,7 @@ from torch.multiprocessing.reductions import reduce_tensor
 from offload import _core
 from offload.torch_compat.autograd import hooks_forbidden_reason
 from offload.torch_compat.compiled import opaque
+from offload.torch_compat.held_objects import may_be_reduced
 from offload.torch_compat.holders import holds_alone, is_in_shared_memory
 from offload.torch_compat.overrides import (
     GIVES_ADDRESS,
@@ -38,7 +39,7 @@ from offload.torch_compat.tensors import has_own_bytes
 if TYPE_CHECKING:
     from offload.parameters.stored_parameter import StoredParameter
 
-__all__ = ["MovedParameter", "is_movable", "kind_of"]
+__all__ = ["MovedParameter", "gradient_allows_leaving", "is_movable", "kind_of"]
 
 
 class MovedParameter(nn.Parameter):
@@ -95,18 +96,28 @@ def is_movable(parameter: Tensor, device: torch.device, min_nbytes: int, *, also
     While a parameter is away, code that torch cannot intercept reads NaN. So only floating-point and complex parameters
     can leave.
     """
-    if requires_grad_of(parameter) and not also_trained:
-        return False
     if parameter.layout is not torch.strided or parameter.is_nested:
         return False
     plain = alias_of(parameter)
     return (
-        plain.device == device
+        gradient_allows_leaving(parameter, plain, also_trained=also_trained)
+        and plain.device == device
         and plain.nbytes >= min_nbytes
         and (plain.is_floating_point() or plain.is_complex())
         and not (plain.is_inference() or is_in_shared_memory(plain))
         and has_own_bytes(plain)
     )
+
+
+def gradient_allows_leaving(parameter: Tensor, layout: Tensor, *, also_trained: bool) -> bool:
+    """Return whether a parameter that has the shape and strides of `layout` may leave, as far as gradients matter.
+
+    DDP gives its buckets the strides of the parameters, at times that no hook shows. The placeholder has them only if
+    the parameter is contiguous.
+    """
+    if not requires_grad_of(parameter):
+        return True
+    return also_trained and (layout.is_contiguous() or not may_be_reduced(parameter))
 
 
 def kind_of(parameter: Tensor) -> type[Tensor]:

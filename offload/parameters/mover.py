@@ -301,7 +301,7 @@ class ParameterMover:
         self.counts.passes += 1
         self.window.ahead.begin_pass(model.training and torch.is_grad_enabled())
         for record, parameter in moved_in(model):
-            record.look(parameter)
+            self.window.look(parameter, record)
         unseen(self._leave, model)
         self.window.begin_pass()
         self.look()

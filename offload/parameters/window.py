@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from offload.parameters.keep import Keep, needs_keep
-from offload.parameters.moved_parameter import MovedParameter
+from offload.parameters.moved_parameter import MovedParameter, gradient_allows_leaving
 from offload.parameters.read_ahead import ReadAhead
 from offload.parameters.saved_parameter import SavedParameter
 from offload.torch_compat.autograd import innermost_hooks, is_script_tracing
-from offload.torch_compat.overrides import alias_of, requires_grad_of, storage_of, unseen
+from offload.torch_compat.overrides import alias_of, storage_of, unseen
 from offload.torch_compat.tensors import storage_identity
 
 if TYPE_CHECKING:
@@ -108,11 +108,21 @@ class Window:
 
     def accessed(self, parameter: nn.Parameter, record: StoredParameter) -> None:
         """Check a parameter after a torch function that may have replaced its memory or its `requires_grad`."""
+        self.look(parameter, record)
+        self.settle(nbytes_max=self.ahead.nbytes_max)
+
+    def look(self, parameter: nn.Parameter, record: StoredParameter) -> None:
+        """Notice memory that the program has replaced. Bring the parameter back for good if it may no longer leave.
+
+        Raises
+        ------
+        ParameterError
+            The parameter may no longer leave, and cannot be read.
+        """
         with self.lock:
             record.look(parameter)
-            if requires_grad_of(parameter) and not self.moves_trained:
+            if not gradient_allows_leaving(parameter, record.content.layout, also_trained=self.moves_trained):
                 record.forget(parameter)
-        self.settle(nbytes_max=self.ahead.nbytes_max)
 
     def updated(self, parameter: nn.Parameter, record: StoredParameter) -> None:
         """Move a parameter out after an optimizer may have changed it. Its version counter need not show the change."""

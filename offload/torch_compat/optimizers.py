@@ -128,8 +128,11 @@ def choose_foreach_for(kind: type[Tensor]) -> None:
 
 
 def nan_like(tensor: Tensor) -> Tensor:
-    """Return a NaN scalar expanded to the tensor's shape. Writing to it raises an error."""
+    """Return a NaN scalar expanded to the tensor's shape. Writing to it raises an error.
+
+    One that stands for a single element has the tensor's strides too.
+    """
     one = torch.full((), float("nan"), dtype=tensor.dtype, device=tensor.device)
     if forbid_writes is not None:
         forbid_writes(one)
-    return one.expand(tensor.shape)
+    return one.as_strided(tensor.shape, tensor.stride()) if tensor.numel() == 1 else one.expand(tensor.shape)

@@ -116,7 +116,7 @@ GUARDS = {
     "a trained parameter stays": (
         [
             (stored_parameter, "is_movable", lambda *args, **_: True),
-            (window, "requires_grad_of", lambda parameter: False),
+            (window, "gradient_allows_leaving", lambda *_, **__: True),
         ],
         functools.partial(sees, "it is trained from now on"),
     ),
