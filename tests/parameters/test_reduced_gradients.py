@@ -82,12 +82,13 @@ def test_what_left_before_the_group_comes_back(tmp_path):
     """Also what no module reads."""
     torch.distributed.destroy_process_group()
     model = make_model()
-    model[2].unused = nn.Parameter(torch.randn(8, 16).t())
+    model[1].unused = nn.Linear(8, 8)
+    model[1].unused.weight.data = torch.randn(8, 8).t()
     offload.enable(model, spill_dir=tmp_path, **GIVEN)
-    assert type(model[2].unused) is MovedParameter
+    assert type(model[1].unused.weight) is MovedParameter
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     evaluate(model)
-    assert {type(model[2].weight), type(model[2].unused)} == {nn.Parameter}
+    assert {type(model[2].weight), type(model[1].unused.weight)} == {nn.Parameter}
     assert type(model[4].weight) is MovedParameter
     torch.distributed.destroy_process_group()
     evaluate(model)
