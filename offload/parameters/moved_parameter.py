@@ -39,7 +39,7 @@ from offload.torch_compat.tensors import has_own_bytes
 if TYPE_CHECKING:
     from offload.parameters.stored_parameter import StoredParameter
 
-__all__ = ["MovedParameter", "gradient_allows_leaving", "is_movable", "kind_of"]
+__all__ = ["MovedParameter", "gradient_allows_leaving", "is_movable", "kind_of", "stands_for_object"]
 
 
 class MovedParameter(nn.Parameter):
@@ -125,6 +125,17 @@ def kind_of(parameter: Tensor) -> type[Tensor]:
     return nn.Parameter if type(parameter) is MovedParameter else type(parameter)
 
 
+def stands_for_object(tensor: Tensor) -> bool:
+    """Return whether a function got this tensor instead of a parameter: what saves it would save the parameter."""
+    return "_offload_stands_in" in tensor.__dict__
+
+
+def _stand_in(parameter: Tensor) -> Tensor:
+    alias = alias_of(parameter)
+    alias.__dict__["_offload_stands_in"] = True
+    return alias
+
+
 def _accessed(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call a function that may use the bytes of moved parameters. They are in memory during the call.
 
@@ -164,7 +175,7 @@ def _accessed(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
             record.is_suspect |= func in GIVES_MEMORY or writes_without_version(func)
             record.is_address_given |= func in GIVES_ADDRESS
             if not is_trained:
-                aliases[id(parameter)] = parameter, alias_of(parameter)
+                aliases[id(parameter)] = parameter, _stand_in(parameter)
         with trained[0][1].window.saving() if trained and needs_itself else nullcontext():
             if _changes_object(func):
                 return call_without_overrides(func, (), args, kwargs)

@@ -1,4 +1,4 @@
-"""What autograd holds instead of a moved parameter: where its bytes are in the store, and which view was saved."""
+"""What autograd holds instead of a moved parameter: the parameter itself, or where a view's bytes are in the store."""
 
 from __future__ import annotations
 
@@ -8,50 +8,29 @@ from offload.parameters.stored_parameter import StoredParameter
 from offload.torch_compat.overrides import alias_of, version_of_object
 from offload.torch_compat.tensors import raise_changed
 
-__all__ = ["SavedParameter"]
+__all__ = ["SavedParameter", "SavedView"]
 
 
 class SavedParameter:
-    """A view of a moved parameter, saved for backward. It holds memory on the device only if it is told to.
+    """A moved parameter, saved for backward as an object. It holds no memory on the device.
+
+    Backward gets the memory, the shape and the strides that the parameter has then, as without offload.
 
     Parameters
     ----------
-    tensor
-        The tensor that autograd saves. It has the storage of the parameter or of its placeholder.
     parameter
         The parameter. It is held here, as autograd would hold it.
-    holds
-        Whether to hold the memory of `tensor`, because the store does not have its bytes. The parameter then stays in
-        memory too: `StoredParameter.settle` finds that it shares its memory.
     """
 
-    __slots__ = (
-        "_content",
-        "_dtype",
-        "_epoch",
-        "_held",
-        "_offset",
-        "_parameter",
-        "_record",
-        "_saved_version",
-        "_size",
-        "_stride",
-    )
+    __slots__ = ("_parameter", "_saved_version", "_size")
 
-    def __init__(
-        self, tensor: Tensor, parameter: nn.Parameter, record: StoredParameter, *, holds: bool = False
-    ) -> None:
-        like = record.content.layout if record.is_away_in(tensor) else alias_of(tensor)
+    def __init__(self, parameter: nn.Parameter) -> None:
         self._parameter = parameter
-        self._held = alias_of(tensor) if holds else None
-        self._record = record
-        self._content, self._epoch = record.content, record.epoch  # now: the program may replace the memory later
-        self._dtype, self._size = like.dtype, like.shape
-        self._stride, self._offset = like.stride(), int(like.storage_offset())
+        self._size = parameter.shape
         self._saved_version = version_of_object(parameter)  # a tensor restored for backward has a counter of its own
 
     def restore(self) -> Tensor:
-        """Return the tensor as it was saved.
+        """Return the tensor that was saved.
 
         Raises
         ------
@@ -63,6 +42,33 @@ class SavedParameter:
         now = version_of_object(self._parameter)
         if now != self._saved_version:
             raise_changed("Parameter", tuple(self._size), now, self._saved_version)
-        if self._held is not None:
-            return self._held
+        return self._bytes()
+
+    def _bytes(self) -> Tensor:
+        record = self._parameter.__dict__.get("_offload_stored")
+        return record.current(self._parameter) if isinstance(record, StoredParameter) else alias_of(self._parameter)
+
+
+class SavedView(SavedParameter):
+    """A view of a moved parameter, saved for backward. Backward gets the memory that was saved.
+
+    Parameters
+    ----------
+    tensor
+        The tensor that autograd saves. It has the storage of the parameter or of its placeholder.
+    parameter
+        The parameter.
+    """
+
+    __slots__ = ("_content", "_dtype", "_epoch", "_offset", "_record", "_stride")
+
+    def __init__(self, tensor: Tensor, parameter: nn.Parameter, record: StoredParameter) -> None:
+        super().__init__(parameter)
+        like = record.content.layout if record.is_away_in(tensor) else alias_of(tensor)
+        self._record = record
+        self._content, self._epoch = record.content, record.epoch  # now: the program may replace the memory later
+        self._dtype, self._size = like.dtype, like.shape
+        self._stride, self._offset = like.stride(), int(like.storage_offset())
+
+    def _bytes(self) -> Tensor:
         return self._record.view(self._content, self._epoch, self._dtype, self._offset, self._size, self._stride)

@@ -88,10 +88,7 @@ class StoredParameter:
         self.window = window
         self.users: dict[object, int] = {}
         self.plain_users: set[object] = set()
-        self.is_suspect = False
-        self.is_lent = False
-        self.is_changed = False
-        self.is_address_given = False
+        self.is_suspect = self.is_lent = self.is_changed = self.is_address_given = False
         self.epoch = 0
         self._gradient_hook: RemovableHandle | None = None
         self._engine = engine
@@ -351,16 +348,25 @@ class StoredParameter:
         """
         parameter = self.parameter()
         if parameter is not None and "_offload_stored" in parameter.__dict__:
-            self.window.ahead.needs(self, content)
-            if requires_grad_of(parameter):
-                self.window.needed_in_backward(parameter, self)
-            self.look(parameter)
+            self.window.unpacked(parameter, self, content)
             if epoch == self.epoch:
                 present, content = self._present(parameter)
                 if present is not None:
                     return unseen(_tensor_over, storage_of(present), dtype, offset, size, stride)
         storage, begin = self.read_storage(content)
         return unseen(_tensor_over, storage, dtype, begin // dtype.itemsize + offset, size, stride)
+
+    def current(self, parameter: nn.Parameter) -> Tensor:
+        """Return a tensor with the bytes, the shape and the strides that the parameter has now.
+
+        Raises
+        ------
+        ParameterError
+            The bytes cannot be read.
+        """
+        self.window.unpacked(parameter, self, self.content)
+        present, content = self._present(parameter)
+        return self.read(content) if present is None else present
 
     def read_storage(self, content: Content) -> tuple[UntypedStorage, int]:
         """Return a storage with bytes from the store, and where they begin in it. A failed read is tried once more."""

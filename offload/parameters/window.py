@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from offload.parameters.content import Content
 from offload.parameters.keep import Keep, needs_keep
-from offload.parameters.moved_parameter import MovedParameter, gradient_allows_leaving
+from offload.parameters.moved_parameter import MovedParameter, gradient_allows_leaving, stands_for_object
 from offload.parameters.read_ahead import ReadAhead
-from offload.parameters.saved_parameter import SavedParameter
+from offload.parameters.saved_parameter import SavedParameter, SavedView
 from offload.torch_compat.autograd import innermost_hooks, is_script_tracing
-from offload.torch_compat.overrides import alias_of, storage_of, unseen
+from offload.torch_compat.overrides import alias_of, requires_grad_of, storage_of, unseen
 from offload.torch_compat.tensors import storage_identity
 
 if TYPE_CHECKING:
@@ -148,6 +149,19 @@ class Window:
             self.settle(nbytes_max=self.ahead.nbytes_max)
             del held
 
+    def unpacked(self, parameter: nn.Parameter, record: StoredParameter, content: Content) -> None:
+        """Note that backward needs these bytes of a parameter now. A trained one is brought into memory.
+
+        Raises
+        ------
+        ParameterError
+            The parameter cannot be read.
+        """
+        self.ahead.needs(record, content)
+        if requires_grad_of(parameter):
+            self.needed_in_backward(parameter, record)
+        record.look(parameter)
+
     def begin_pass(self) -> None:
         """Begin a forward of the model. Users of this thread are left over from an interrupt, so their use is ended."""
         with self.lock:
@@ -215,12 +229,9 @@ class Window:
         parameter = record.parameter() if record is not None else None
         if record is None or parameter is None or tensor.is_conj() or tensor.is_neg():
             return None
-        is_whole = tensor.shape == record.content.layout.shape
+        if tensor is parameter or stands_for_object(tensor):
+            return SavedParameter(parameter)
         if record.is_away_in(tensor):
-            return SavedParameter(tensor, parameter, record) if is_whole else None
-        if not record.is_in_storage(parameter, identity):
-            return None
-        if record.is_current_in(parameter):
-            return SavedParameter(tensor, parameter, record)
-        # Autograd would save the object, whose memory may leave before backward; a view holds the memory by itself.
-        return SavedParameter(tensor, parameter, record, holds=True) if tensor is parameter else None
+            return SavedView(tensor, parameter, record) if tensor.shape == record.content.layout.shape else None
+        is_known = record.is_in_storage(parameter, identity) and record.is_current_in(parameter)
+        return SavedView(tensor, parameter, record) if is_known else None  # a view holds its memory itself

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import offload
-from offload.parameters.saved_parameter import SavedParameter
+from offload.parameters.saved_parameter import SavedView
 from offload.torch_compat.overrides import version_of_object
 
 
@@ -59,13 +59,13 @@ def test_a_penalty_on_gradients(tmp_path):
 
 def test_the_version_is_the_parameters(tmp_path, monkeypatch):
     """A restored tensor has another counter: without the guard, torch's error is raised though nothing has changed."""
-    init = SavedParameter.__init__
+    init = SavedView.__init__
 
-    def with_the_tensors(self, tensor, parameter, record, **given):
-        init(self, tensor, parameter, record, **given)
+    def with_the_tensors(self, tensor, parameter, record):
+        init(self, tensor, parameter, record)
         self._saved_version = version_of_object(tensor)
 
-    monkeypatch.setattr(SavedParameter, "__init__", with_the_tensors)
+    monkeypatch.setattr(SavedView, "__init__", with_the_tensors)
     model = make()
     with enabled(model, tmp_path), pytest.raises(RuntimeError, match="modified by an inplace operation"):
         train(model)

@@ -14,7 +14,6 @@ from torch import nn
 import offload
 from offload.optimizer_state import in_backward
 from offload.parameters import moved_parameter, mover, stored_parameter, window
-from offload.parameters.saved_parameter import SavedParameter
 from offload.torch_compat.overrides import unseen
 
 
@@ -83,8 +82,8 @@ GUARDS = {
         [(window.Window, "saving", lambda self: contextlib.nullcontext())],
         functools.partial(sees, "a product outside of the model"),
     ),
-    "a graph holds the memory that the store does not have": (
-        [(window, "SavedParameter", lambda *given, holds=False: None if holds else SavedParameter(*given))],
+    "a graph that has saved the object reads the memory that it has then": (
+        [(window, "SavedParameter", lambda parameter: None)],
         functools.partial(bits, kind=trained_rig.Looks, way="alone"),
     ),
     "a read for no graph takes the parameter's class from no other thread": (
