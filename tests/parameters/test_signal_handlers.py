@@ -6,8 +6,8 @@ It finds a value that each tensor has before or after the interrupted call, and 
 import pytest
 import torch
 from each_line import AtLine, times
-from parameters.frozen_rig import assert_equal, enable, loss_of, make_model
-from parameters.trained_rig import Run
+from parameters.frozen_rig import Model, assert_equal, enable, loss_of, make_model
+from parameters.trained_rig import Looks, Run
 
 WAYS = ["in backward, state", "gradients"]  # together they have all the ways of an update
 
@@ -15,10 +15,18 @@ WAYS = ["in backward, state", "gradients"]  # together they have all the ways of
 class Trained(Run):
     """One step of training has ended."""
 
+    network = Model
+
     def __init__(self, folder=None, way="in backward"):
         knobs = {"optimizer_state": True, "gradients": True} if way == "gradients" else {}
-        super().__init__(folder, "alone" if way == "gradients" else way, n_tensors=0, **knobs)
+        super().__init__(folder, "alone" if way == "gradients" else way, self.network, n_tensors=0, **knobs)
         self.train(1)
+
+
+class SavedItself(Trained):
+    """A model with a product, which saves the parameter itself."""
+
+    network = Looks
 
 
 class Frozen:
@@ -108,6 +116,8 @@ def test_lines_that_end_moving(kind, tmp_path):
     at_any_line(kind, "disable", "in backward", tmp_path, 1, "parameters")
 
 
-@pytest.mark.parametrize("function", ["view", "needed_in_backward", "settle", "put_away", "bring"])
+@pytest.mark.parametrize("function", ["view", "current", "needed_in_backward", "settle", "put_away", "bring"])
 def test_lines_that_move_parameters(function, tmp_path):
-    at_any_line(Trained, "step", "in backward", tmp_path, 3 if function == "view" else 1, "parameters", function)
+    kind = SavedItself if function == "current" else Trained
+    times_per_line = 3 if function in ("view", "current") else 1
+    at_any_line(kind, "step", "in backward", tmp_path, times_per_line, "parameters", function)
