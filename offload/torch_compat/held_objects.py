@@ -46,7 +46,7 @@ def _holders(parameter: Tensor) -> int:
 
 
 def _holders_of_new(requires_grad: bool) -> int:
-    return unseen(_holders, nn.Parameter(torch.empty(1, device="cpu"), requires_grad))
+    return _holders(nn.Parameter(torch.empty(1, device="cpu"), requires_grad))
 
 
-_TRAINED, _FROZEN = _holders_of_new(requires_grad=True), _holders_of_new(requires_grad=False)
+_TRAINED, _FROZEN = unseen(_holders_of_new, True), unseen(_holders_of_new, False)
