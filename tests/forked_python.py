@@ -117,7 +117,8 @@ def serve() -> None:
 
     torch.optim.SGD([torch.zeros(1)])  # the first optimizer imports half of torch
     gc.collect()
-    gc.freeze()  # an interpreter that ends looks through everything that was imported
+    if "triton" not in sys.modules:  # of a build with CUDA: since torch 2.15, it reports each object that it does not free
+        gc.freeze()  # an interpreter that ends looks through everything that was imported
     sys.path[0] = ""
     for line in sys.stdin:
         job = json.loads(line)

@@ -18,6 +18,8 @@ from torch.optim import optimizer as optimizers
 
 import offload
 from offload.control.limits import LIMITS
+from offload.profiling import profiler
+from offload.torch_compat.backward_pass import current_node
 
 TWO_THREADS = """
 import sys, threading
@@ -99,6 +101,37 @@ def profile_around_the_profiled_backward(tmp_path):
         train(model, optimizer, [256] * 3)
         assert handle.plan is not None
         assert handle._on_device.latest().profile.knows_temporaries, "it was profiled again"
+
+
+class OneObject:
+    """Stands for whichever autograd node runs: torch 2.10 reuses the address of the object that stood for the last."""
+
+    def of_the_running_node(self):
+        self.node = current_node()
+        return None if self.node is None else self
+
+    def name(self):
+        return self.node.name()
+
+    def _sequence_nr(self):
+        return self.node._sequence_nr()
+
+
+class Sines(nn.Module):
+    def forward(self, x):
+        return x.sin().sin().sin().sin()
+
+
+@pytest.mark.parametrize("objects_are_reused", [False, True])
+def test_nodes_of_the_same_kind_in_a_row_are_told_apart(objects_are_reused, tmp_path, monkeypatch):
+    if objects_are_reused:
+        monkeypatch.setattr(profiler, "current_node", OneObject().of_the_running_node)
+    model = Sines()
+    with enabled(model, max_slowdown=10.0, spill_dir=tmp_path) as handle:
+        model(torch.ones(64, 64, requires_grad=True)).sum().backward()
+        uses = [tensor.first_backward for tensor in handle.trace().tensors]
+    assert len(uses) == 3, "all but the input, which the program holds"
+    assert uses == sorted(set(uses), reverse=True), "each in a node of its own"
 
 
 def test_a_model_dropped_after_a_forward_leaves_nothing(tmp_path):

@@ -100,7 +100,9 @@ class Recorder:
         node = current_node()
         if node is None:
             return  # code outside of backward reads grad_fn's attributes
-        identity = (node.name(), id(node))  # a reference to the node itself would keep it alive
+        # A reference to the node would keep it alive. The Python object that stands for it is another one each time, or
+        # the former one's address.
+        identity = (node.name(), node._sequence_nr())
         if identity != self._autograd_node:
             self._autograd_node = identity
             self._advance()
