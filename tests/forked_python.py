@@ -117,7 +117,7 @@ def serve() -> None:
 
     torch.optim.SGD([torch.zeros(1)])  # the first optimizer imports half of torch
     gc.collect()
-    if "triton" not in sys.modules:  # of a build with CUDA: since torch 2.15, it reports each object that it does not free
+    if "triton" not in sys.modules:  # since torch 2.15, triton lists each object that is left at the end
         gc.freeze()  # an interpreter that ends looks through everything that was imported
     sys.path[0] = ""
     for line in sys.stdin:

@@ -47,7 +47,7 @@ def main():
     break_as_told()  # where a campaign shows that these tests notice
     torch.optim.SGD([torch.zeros(1)])  # the first optimizer imports half of torch
     gc.collect()
-    if "triton" not in sys.modules:  # of a build with CUDA: since torch 2.15, it reports each object that it does not free
+    if "triton" not in sys.modules:  # since torch 2.15, triton lists each object that is left at the end
         gc.freeze()  # an interpreter that ends looks through everything that was imported: a second for each child
     folder = Path(sys.argv[1])
     for batch, line in enumerate(sys.stdin):
