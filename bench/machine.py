@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[1]
 def describe() -> dict[str, Any]:
     """Machine, versions, date and commit, as JSON can hold them."""
     return {
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "commit": commit(),
         "platform": platform.platform(terse=True),
         "processor": processor_name(),

@@ -260,8 +260,7 @@ class Session:
         """Explain an out-of-memory error that a `with` block raises: in a note on the exception, and on a page.
 
         Even without `explain_oom`, an error in `step`, in the model's forward, or in a swap-in or recomputation in
-        backward gets the note. This method also covers the rest of backward and the optimizer. Before Python 3.11
-        exceptions have no notes; the note is logged instead.
+        backward gets the note. This method also covers the rest of backward and the optimizer.
 
         Parameters
         ----------

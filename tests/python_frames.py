@@ -15,7 +15,7 @@ def frames_of(call):
 
     def note(frame, event, _):
         if event == "call" and frame.f_code.co_filename.startswith(PACKAGE):
-            frames.append(frame.f_code.co_qualname if sys.version_info >= (3, 11) else frame.f_code.co_name)
+            frames.append(frame.f_code.co_qualname)
 
     threading.setprofile(note)
     sys.setprofile(note)

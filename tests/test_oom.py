@@ -58,11 +58,7 @@ def run_out(body: str, options: str = "n_tensors=2") -> str:
     return done.stdout + done.stderr
 
 
-needs_notes = pytest.mark.skipif(sys.version_info < (3, 11), reason="exceptions take notes from Python 3.11 on")
-
-
 @pytest.mark.long
-@needs_notes
 def test_a_forward_that_does_not_fit_says_what_would() -> None:
     told = run_out("model(x).sum().backward()")
     assert re.search(r"out of memory in forward of \d+ \((Linear|Tanh)\)", told), told
@@ -75,7 +71,6 @@ def test_a_forward_that_does_not_fit_says_what_would() -> None:
     assert "end process" not in told, "the limit is this process's own"
 
 
-@needs_notes
 def test_the_step_adds_the_note_and_the_page_is_asked_for(tmp_path: Path) -> None:
     page = tmp_path / "oom.html"
     body = f"""
@@ -90,7 +85,6 @@ def test_the_step_adds_the_note_and_the_page_is_asked_for(tmp_path: Path) -> Non
     assert "offload.enable(model, n_tensors=-1, lb=1)" in text
 
 
-@needs_notes
 @pytest.mark.long
 def test_pythons_own_memory_error_is_explained() -> None:
     body = """

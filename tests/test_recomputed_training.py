@@ -1,7 +1,6 @@
 """Recomputation as a user meets it: a fresh process, a slow link, `offload.enable(model, memory_limit=…)`."""
 
 import json
-import sys
 import textwrap
 
 import pytest
@@ -237,7 +236,6 @@ def test_a_timeline_of_a_step_has_recomputation_on_a_lane_of_its_own(spared, fol
     assert "Recomputed: " in page
 
 
-@pytest.mark.skipif(sys.version_info < (3, 11), reason="exceptions take notes from Python 3.11 on")
 def test_running_out_of_memory_tells_of_what_was_dropped(spared):
     assert "dropped" in spared["notes"]
     assert "recomputed in backward" in spared["notes"]

@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import os
 import re
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -172,7 +171,7 @@ def tell_at(
 
 
 def tell(error: BaseException, subject: Subject, path: str | os.PathLike[str] | None = None) -> None:
-    """Explain an out-of-memory error: in a note (before Python 3.11: in the log) and, with `path`, on a page.
+    """Explain an out-of-memory error: in a note and, with `path`, on a page.
 
     Other exceptions are not changed. An error that is explained already gets no second explanation. If explaining
     fails, this is logged, so that the caller's exception is not lost.
@@ -184,19 +183,12 @@ def tell(error: BaseException, subject: Subject, path: str | os.PathLike[str] | 
         explanation = earlier if isinstance(earlier, Explanation) else explain(error, subject)
         if earlier is None:
             error.offload_explanation = explanation  # type: ignore[attr-defined]
-            _note(error, str(explanation))
+            error.add_note(str(explanation))
         if path is not None:
             Path(path).write_text(explanation.html(), encoding="utf-8")
-            _note(error, f"offload: explained with a picture in {path}")
+            error.add_note(f"offload: explained with a picture in {path}")
     except (MemoryError, OSError, RuntimeError) as problem:
         log.warning("the out-of-memory error could not be explained: %s", problem)
-
-
-def _note(error: BaseException, text: str) -> None:
-    if sys.version_info >= (3, 11):
-        error.add_note(text)
-    else:
-        log.error("%s", text)
 
 
 def explain(error: BaseException, subject: Subject) -> Explanation:

@@ -7,6 +7,7 @@ swapping cannot help, because one graph takes everything back at once, that is s
 import inspect
 import json
 import logging
+import re
 import subprocess
 import sys
 import warnings
@@ -225,7 +226,7 @@ def test_a_part_that_torch_gives_up_on_is_said():
         assert steps(torch._dynamo.config.recompile_limit) == []
         (note,) = steps(2)
         assert "gave up on 1 of this model's functions" in note
-        assert "recompile limit" in note
+        assert re.search("recompile.limit", note)  # torch 2.10 writes "recompile_limit"
     with offload.enable(call, min_tensor_bytes=1) as handle:
         assert steps(1) == [], "what was before belongs to another session"
 
