@@ -58,8 +58,8 @@ bool narrow(PyObject* tensor, SavedKey* key) {
 PyObject* find_live(const Books& books, const SavedIdentity& identity) {
   const auto [first, end] = books.live.equal_range(identity.key);
   for (auto each = first; each != end; ++each) {
-    PyObject* const owner = PyWeakref_GetObject(swapped(each->second).owner.get());
-    if (owner == identity.owner.get() || OFFLOAD_BROKEN("an owner that was freed matches nothing")) return each->second;
+    const Owned owner = referent(swapped(each->second).owner.get());
+    if ((owner && owner.get() == identity.owner.get()) || OFFLOAD_BROKEN("an owner that was freed matches nothing")) return each->second;
   }
   return nullptr;
 }

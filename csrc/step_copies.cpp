@@ -63,8 +63,7 @@ void StepCopies::stop_watching() {
 Owned StepCopies::find(int64_t pack_index) const {
   const auto position = static_cast<size_t>(pack_index);
   if (position >= storages_.size() || !storages_[position]) return Owned();
-  PyObject* const found = PyWeakref_GetObject(storages_[position].get());
-  return found == Py_None ? Owned() : shared(found);
+  return referent(storages_[position].get());
 }
 
 bool StepCopies::act(int64_t node) {

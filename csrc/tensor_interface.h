@@ -98,6 +98,18 @@ inline Owned shared(PyObject* object) {
   return Owned(object);
 }
 
+// Returns the object of a weak reference; null if it was freed.
+inline Owned referent(PyObject* reference) {
+#if PY_VERSION_HEX >= 0x030d0000
+  PyObject* found = nullptr;
+  if (PyWeakref_GetRef(reference, &found) < 0) PyErr_Clear();  // only of an object that is no weak reference
+  return Owned(found);
+#else
+  PyObject* const found = PyWeakref_GetObject(reference);
+  return found == Py_None ? Owned() : shared(found);
+#endif
+}
+
 // Returns the value of a descriptor of the object's class: a new reference, or null.
 inline PyObject* get(PyObject* descriptor, PyObject* object) {
   return Py_TYPE(descriptor)->tp_descr_get(descriptor, object, reinterpret_cast<PyObject*>(Py_TYPE(object)));

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import pickle
 import re
 from pathlib import Path
@@ -218,6 +219,6 @@ def test_words(figures: dict[str, Any], memory: str, time: str, state: str) -> N
 
 def test_every_field_has_a_meaning() -> None:
     for kind in (offload.Report, Verdict):
-        documented = re.findall(r"^ {4}(\w[\w, ]*) : ", kind.__doc__ or "", re.M)
+        documented = re.findall(r"^(\w[\w, ]*) : ", inspect.cleandoc(kind.__doc__ or ""), re.M)
         names = {name for group in documented for name in group.split(", ")}
         assert names == set(kind.__dataclass_fields__), kind

@@ -32,9 +32,9 @@ def driven_devices() -> int:
 def watch_out_of_memory(call: Callable[[torch.device, int], None]) -> bool:
     """Register `call`, to be called with device and requested bytes when torch runs out of a GPU's memory.
 
-    The call comes before the error is raised. Returns False if this torch was built without CUDA.
+    The call comes before the error is raised. Returns False if this torch was built for the CPU only.
     """
-    if torch.version.cuda is None:
+    if torch.version.cuda is None and torch.version.hip is None:
         return False
 
     def refused(ordinal: int, asked_bytes: int, total_bytes: int, free_bytes: int) -> None:

@@ -54,7 +54,7 @@ class Surroundings:
         kinds = [
             kind for kind in type(optimizer).__mro__ if not f"{kind.__module__}.".startswith(("torch.", "builtins."))
         ]
-        functions = [each for kind in kinds for each in vars(kind).values() if inspect.isfunction(each)]
+        functions = [function for kind in kinds for each in vars(kind).values() for function in _functions(each)]
         places = [*_of_classes(kinds), *_of_functions([*functions, step], {kind.__module__ for kind in kinds})]
         self._names = [(kind, set(vars(kind))) for kind in kinds]
         self.unknown = sorted({name for name, get, _ in places if not is_plain(get(), _is_fixed)})
@@ -101,6 +101,14 @@ def _of_classes(kinds: list[type]) -> Iterator[Place]:
 
 def _attribute(kind: type, name: str) -> Any:
     return vars(kind).get(name)
+
+
+def _functions(value: Any) -> list[Any]:
+    """Return the functions of an attribute of a class: those of a property, or the one of a method of any kind."""
+    if isinstance(value, property):
+        return [each for each in (value.fget, value.fset, value.fdel) if inspect.isfunction(each)]
+    found = value.__func__ if isinstance(value, staticmethod | classmethod) else value
+    return [found] if inspect.isfunction(found) else []
 
 
 def _of_functions(functions: Iterable[Any], modules: set[str]) -> Iterator[Place]:

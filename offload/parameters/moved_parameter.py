@@ -34,7 +34,7 @@ from offload.torch_compat.overrides import (
     requires_grad_of,
     writes_without_version,
 )
-from offload.torch_compat.tensors import has_own_bytes
+from offload.torch_compat.tensors import has_default_strides, has_own_bytes
 
 if TYPE_CHECKING:
     from offload.parameters.stored_parameter import StoredParameter
@@ -113,11 +113,11 @@ def gradient_allows_leaving(parameter: Tensor, layout: Tensor, *, also_trained: 
     """Return whether a parameter that has the shape and strides of `layout` may leave, as far as gradients matter.
 
     DDP gives its buckets the strides of the parameters, at times that no hook shows. The placeholder has them only if
-    the parameter is contiguous.
+    they are those of a new tensor.
     """
     if not requires_grad_of(parameter):
         return True
-    return also_trained and (layout.is_contiguous() or not may_be_reduced(parameter))
+    return also_trained and (has_default_strides(layout) or not may_be_reduced(parameter))
 
 
 def kind_of(parameter: Tensor) -> type[Tensor]:

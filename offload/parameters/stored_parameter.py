@@ -31,7 +31,7 @@ from offload.torch_compat.overrides import (
     unseen,
     version_of_object,
 )
-from offload.torch_compat.tensors import StorageWatch, storage_identity
+from offload.torch_compat.tensors import StorageWatch, has_default_strides, storage_identity
 
 if TYPE_CHECKING:
     from offload.parameters.window import Window
@@ -165,11 +165,12 @@ class StoredParameter:
         self.look(parameter)
 
     def watch_gradient(self, parameter: nn.Parameter) -> None:
-        """Register a gradient hook that brings a non-contiguous trained parameter into memory.
+        """Register a gradient hook that brings a trained parameter whose strides the placeholder lacks into memory.
 
-        `AccumulateGrad` gives a new gradient the strides of the parameter; the placeholder has other strides.
+        `AccumulateGrad` gives a new gradient the strides of the parameter.
         """
-        if self._gradient_hook is not None or not requires_grad_of(parameter) or self.content.layout.is_contiguous():
+        is_needed = requires_grad_of(parameter) and not has_default_strides(self.content.layout)
+        if self._gradient_hook is not None or not is_needed:
             return
         mine = self.reference
 

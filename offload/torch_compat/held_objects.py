@@ -21,11 +21,11 @@ _COUNT: Callable[[Tensor], int] = Tensor._use_count  # type: ignore[attr-defined
 def is_saved_itself(parameter: Tensor) -> bool:
     """Return whether a graph whose backward pass is pending has saved this parameter itself.
 
-    False if `may_be_reduced`: whether a graph or the reducer holds the parameter is not known then.
+    If `may_be_reduced`, one reference more than a new parameter has is taken for a graph's; two or more are taken for
+    those of DDP's reducer, also if several graphs hold them.
     """
-    if may_be_reduced(parameter):
-        return False
-    return unseen(_holders, parameter) > (_TRAINED if requires_grad_of(parameter) else _FROZEN)
+    more = unseen(_holders, parameter) - (_TRAINED if requires_grad_of(parameter) else _FROZEN)
+    return more == 1 if may_be_reduced(parameter) else more > 0
 
 
 def may_be_reduced(parameter: Tensor) -> bool:

@@ -22,6 +22,7 @@ from offload.torch_compat.borrowed_memory import storage_over
 __all__ = [
     "StorageWatch",
     "forbid_writes",
+    "has_default_strides",
     "has_own_bytes",
     "is_local_held",
     "local_of",
@@ -36,7 +37,8 @@ __all__ = [
     "without_torch_function",
 ]
 
-# From now on, a request for a writable address of this tensor's memory raises an error; None if torch is too old.
+# From now on, a request for a writable address of this tensor's memory raises an error; None if this torch
+# has no such request.
 forbid_writes: Callable[[torch.Tensor], None] | None = getattr(torch._C, "_set_throw_on_mutable_data_ptr", None)
 # Returns the version: how often a tensor, or a view of the same memory, was changed in place.
 version_of: Callable[[torch.Tensor], int] = attrgetter("_version")
@@ -54,6 +56,19 @@ negated: Callable[[torch.Tensor], torch.Tensor] = torch._neg_view
 
 # Returns whether a tensor is wrapped by functorch.
 _is_wrapped: Callable[[torch.Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
+
+
+def has_default_strides(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor has the strides of a new tensor of its shape.
+
+    `is_contiguous` ignores the strides of dimensions of size 1.
+    """
+    expected = 1
+    for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
+        if stride != expected:
+            return False
+        expected *= max(size, 1)
+    return True
 
 
 def has_own_bytes(tensor: torch.Tensor) -> bool:

@@ -77,6 +77,26 @@ class CountsWithAnIterator(Scales):
         return next(self.numbers)
 
 
+class CountsInAStaticMethod(Scales):
+    @classmethod
+    def begin(cls):
+        global COUNT
+        COUNT = itertools.count(1)
+
+    @staticmethod
+    def number():
+        return next(COUNT)
+
+
+class CountsInAProperty(CountsInAStaticMethod):
+    @property
+    def next_number(self):
+        return next(COUNT)
+
+    def number(self):
+        return self.next_number
+
+
 class CountsWithAMethod(Scales):
     @classmethod
     def begin(cls):
@@ -288,7 +308,15 @@ class DrawsInVainFromNumPy(DrawsFromNumPy):
 OWN = [CountsInClass, CountsInAListOfItsClass, CountsInItsModule, CountsInAGlobal, AddsToItsClass, KeepsNorms]
 OWN += [CountsInATensor, CountsInTheState, CountsInItself, HasADel, CountsInstances, NeedsLargeParameters]
 OWN += [NormOfBiases, SharesATensor, UsesAListThatContainsItself]
-OWN += [CountsInAHelper, CountsWithAnIterator, CountsWithAMethod, CountsInAnObject, CountsBesideAFunction]
+OWN += [
+    CountsInAStaticMethod,
+    CountsInAProperty,
+    CountsInAHelper,
+    CountsWithAnIterator,
+    CountsWithAMethod,
+    CountsInAnObject,
+    CountsBesideAFunction,
+]
 OWN += [CountsInALargeTensor, UsesWhatDoesNotChange, DrawsWithAGeneratorOfItsClass, DrawsWithAMethod]
 OWN += [DrawsFromPython, DrawsFromNumPy, DrawsFromTorch, DrawsInVain, DrawsInVainFromNumPy]
 CHUNKED = {CountsInItself, CountsInstances, UsesWhatDoesNotChange}

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import offload
-from offload.parameters import moved_parameter, stored_parameter
+from offload.parameters import moved_parameter, mover, stored_parameter
 from offload.parameters.moved_parameter import MovedParameter
 from offload.torch_compat import held_objects
 
@@ -30,7 +30,9 @@ def group():
 def make_model():
     torch.manual_seed(0)
     convolutions = nn.Conv2d(4, 8, 3), nn.GELU(), nn.Conv2d(8, 16, 3)
-    model = nn.Sequential(*convolutions, nn.Flatten(), nn.Linear(16, 8), nn.Linear(8, 1))
+    pointwise = nn.Conv2d(16, 16, 1)  # is_contiguous() is true of its weight in any memory format
+    last = nn.Sequential(pointwise, nn.Flatten())
+    model = nn.Sequential(*convolutions, last, nn.Linear(16, 8), nn.Linear(8, 1))
     return model.to(memory_format=torch.channels_last)
 
 
@@ -45,6 +47,7 @@ def trained(options, when=None, folder=None):
         offload.enable(ddp, spill_dir=folder, **GIVEN)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     found = []
+    torch.set_warn_always(True)  # else C++ code gives each warning once in a process
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         for step in range(4):
@@ -53,6 +56,7 @@ def trained(options, when=None, folder=None):
             ddp(x).square().mean().backward()
             found += [each.grad.clone() for each in model.parameters()]
             optimizer.step()
+    torch.set_warn_always(False)
     return model, found, [str(each.message) for each in told]
 
 
@@ -74,8 +78,8 @@ def assert_as_plain(options, when, folder):
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_gradients_are_those_of_plain_training(when, options, tmp_path):
     model = assert_as_plain(options, when, tmp_path)
-    kinds = [type(layer.weight) for layer in (model[0], model[2], model[4], model[5])]
-    assert kinds == [nn.Parameter, nn.Parameter, MovedParameter, MovedParameter]
+    kinds = [type(layer.weight) for layer in (model[0], model[2], model[3][0], model[4], model[5])]
+    assert kinds == [nn.Parameter] * 3 + [MovedParameter] * 2
 
 
 def test_what_left_before_the_group_comes_back(tmp_path):
@@ -123,6 +127,24 @@ def test_without_the_strides_of_one_element_it_is_missed(tmp_path, monkeypatch):
     monkeypatch.setattr(stored_parameter, "nan_like", expanded)
     with pytest.raises(AssertionError):
         assert_as_plain({"gradient_as_bucket_view": True}, "after", tmp_path)
+
+
+@pytest.mark.parametrize("is_guarded", [True, False])
+def test_a_graph_is_found_without_a_reducer(is_guarded, tmp_path, monkeypatch):
+    """Of a forward before `enable`, in a process group without DDP."""
+
+    def gradients(moves):
+        model = make_model().to(memory_format=torch.contiguous_format)
+        x = torch.ones(2, 4, 5, 5, requires_grad=True)
+        loss = model(x).square().mean()
+        if moves:
+            offload.enable(model, spill_dir=tmp_path, **GIVEN)
+        loss.backward()
+        return [x.grad, *(each.grad for each in model.parameters())]
+
+    if not is_guarded:
+        monkeypatch.setattr(mover, "is_saved_itself", lambda parameter: False)
+    assert all(map(torch.equal, gradients(moves=True), gradients(moves=False))) is is_guarded
 
 
 def test_a_reducer_is_not_taken_for_a_graph(tmp_path, monkeypatch):

@@ -8,7 +8,7 @@ REFUSED = (
     "or start the process with multiprocessing"
 )
 CHILD = """
-import os, torch, offload
+import os, warnings, torch, offload
 from torch import nn
 
 torch.set_num_threads(1)
@@ -24,6 +24,7 @@ def gradient():
 plain = gradient()
 handle = offload.enable(model, min_tensor_bytes=1, {knobs})
 pending = model(x).sum()
+warnings.simplefilter("ignore", DeprecationWarning)  # from Python 3.12 on: a fork with other threads may deadlock
 if os.fork() == 0:
     status = 1
     try:
