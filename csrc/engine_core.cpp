@@ -59,7 +59,8 @@ PyObject* find_live(const Books& books, const SavedIdentity& identity) {
   const auto [first, end] = books.live.equal_range(identity.key);
   for (auto each = first; each != end; ++each) {
     const Owned owner = referent(swapped(each->second).owner.get());
-    if ((owner && owner.get() == identity.owner.get()) || OFFLOAD_BROKEN("an owner that was freed matches nothing")) return each->second;
+    const bool is_same = owner && owner.get() == identity.owner.get();
+    if (is_same || OFFLOAD_BROKEN("an owner that was freed matches nothing")) return each->second;
   }
   return nullptr;
 }

@@ -102,7 +102,7 @@ inline Owned shared(PyObject* object) {
 inline Owned referent(PyObject* reference) {
 #if PY_VERSION_HEX >= 0x030d0000
   PyObject* found = nullptr;
-  if (PyWeakref_GetRef(reference, &found) < 0) PyErr_Clear();  // only of an object that is no weak reference
+  PyWeakref_GetRef(reference, &found);  // fails only for an object that is not a weak reference
   return Owned(found);
 #else
   PyObject* const found = PyWeakref_GetObject(reference);

@@ -118,14 +118,14 @@ def test_how_many_calls_are_awaited() -> None:
     model = nn.Linear(2, 2)
     with watching_optimizers() as watch, enable_models(watch) as enabled:
         model(torch.randn(2, 2)).sum().backward()
-        assert enabled.awaits_optimizer()
+        assert enabled.await_optimizer()
         for _ in range(CALLS_MAX):
             model(torch.randn(2, 2)).sum().backward()
         with pytest.raises(SystemExit):
             model(torch.randn(2, 2))
         with pytest.raises(SystemExit):
             torch.optim.SGD(model.parameters()).step()
-        assert not enabled.awaits_optimizer()
+        assert not enabled.await_optimizer()
 
 
 # -- closures ---------------------------------------------------------------------------------------------------------

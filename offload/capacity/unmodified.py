@@ -41,10 +41,15 @@ class Enabled:
     call: Call | None = None
     calls_left: int | None = None
 
-    def awaits_optimizer(self) -> bool:
-        """Whether no optimizer has stepped: `SystemExit` then ends the script when one has, or after `CALLS_MAX` calls.
+    def await_optimizer(self) -> bool:
+        """End the script by `SystemExit` after the first step of an optimizer, or after `CALLS_MAX` calls of a model.
 
         A script that accumulates gradients calls its model several times before its optimizer steps.
+
+        Returns
+        -------
+        bool
+            Whether the script goes on; False if an optimizer has stepped already.
         """
         if not self.watch.has_stepped:
             self.calls_left, self.watch.stepped = CALLS_MAX, end_the_script

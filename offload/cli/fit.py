@@ -91,7 +91,8 @@ def run(args: argparse.Namespace, words: Sequence[str]) -> int:
     -------
     int
         Exit status: 0 if the step fits, 2 for a mistake in the call or a script that trains nothing, 3 if the step does
-        not fit; the script's own status if it fails before its first step is over.
+        not fit; the script's own status if it fails before its first step is over, or while the optimizer's
+        is awaited.
     """
     from offload.capacity.device import parse_device
 
@@ -159,7 +160,7 @@ def _measure(script: str, words: Sequence[str], *, quiet: bool) -> _Found | int:
 
     try:
         with watching_optimizers() as watch, enable_models(watch) as enabled:
-            step = profile_script(script, words, trial_bytes, quiet=quiet, goes_on=enabled.awaits_optimizer)
+            step = profile_script(script, words, trial_bytes, quiet=quiet, goes_on=enabled.await_optimizer)
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise

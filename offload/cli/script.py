@@ -27,7 +27,7 @@ def profile_script(
     trial_bytes: Callable[[RecordedStep], int | None],
     *,
     quiet: bool,
-    goes_on: Callable[[], bool] = bool,
+    goes_on: Callable[[], bool] = lambda: False,
 ) -> RecordedStep | int | None:
     """Run a script until a step of a model that it enables has been profiled, and the trial step if one is requested.
 

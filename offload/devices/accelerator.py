@@ -40,7 +40,7 @@ def watch_out_of_memory(call: Callable[[torch.device, int], None]) -> bool:
     def refused(ordinal: int, asked_bytes: int, total_bytes: int, free_bytes: int) -> None:
         call(torch.device("cuda", ordinal), asked_bytes)
 
-    torch.cuda.init()  # type: ignore[no-untyped-call]
+    torch.cuda.init()  # type: ignore[no-untyped-call]  # before, there is no allocator that could be observed
     observe_out_of_memory(refused)
     return True
 

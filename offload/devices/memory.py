@@ -180,8 +180,8 @@ def resident_set() -> tuple[int, int]:
 def record_out_of_memory(device: torch.device) -> None:
     """From now on, record how a GPU's memory is used whenever torch runs out of it, before the error is raised.
 
-    Torch has no way to stop this. It takes no time until memory runs out. For a device that is not CUDA, torch has no
-    such call. CUDA is then not touched: a process in which it was initialized cannot use it after `fork`.
+    Torch has no way to stop this. It takes no time until memory runs out. Nothing is done for other devices than CUDA,
+    for which torch has no such call: CUDA would be initialized, and then a forked process could not use it.
     """
     global _watching
     if device.type == "cuda" and not _watching:

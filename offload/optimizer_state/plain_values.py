@@ -21,7 +21,11 @@ NUMEL_MAX = 64  # of a tensor
 def is_plain(value: object, is_also_plain: Callable[[object], bool] = lambda _: False) -> bool:
     """Return whether a value, with all that it contains, can be copied and compared.
 
-    `is_also_plain`: whether another value, or a larger tensor, may be contained.
+    Parameters
+    ----------
+    is_also_plain
+        Is asked about values that are not plain, and about tensors of more than `NUMEL_MAX` elements. Returns whether
+        they count as plain.
     """
     if isinstance(value, dict):
         return all(is_plain(each, is_also_plain) for pair in value.items() for each in pair)

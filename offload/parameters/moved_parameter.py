@@ -117,7 +117,7 @@ def gradient_allows_leaving(parameter: Tensor, layout: Tensor, *, also_trained: 
     """
     if not requires_grad_of(parameter):
         return True
-    return also_trained and (has_default_strides(layout) or not may_be_reduced(parameter))
+    return also_trained and (not may_be_reduced(parameter) or has_default_strides(layout))
 
 
 def kind_of(parameter: Tensor) -> type[Tensor]:

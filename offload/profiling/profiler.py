@@ -100,8 +100,8 @@ class Recorder:
         node = current_node()
         if node is None:
             return  # code outside of backward reads grad_fn's attributes
-        # A reference to the node would keep it alive. The Python object that stands for it is another one each time, or
-        # the former one's address.
+        # A reference to the node would keep it alive. The Python object of a node may be a new one at each call, and
+        # objects of different nodes may have the same address one after the other.
         identity = (node.name(), node._sequence_nr())
         if identity != self._autograd_node:
             self._autograd_node = identity

@@ -37,8 +37,8 @@ __all__ = [
     "without_torch_function",
 ]
 
-# From now on, a request for a writable address of this tensor's memory raises an error; None if this torch
-# has no such request.
+# From now on, a request for a writable address of this tensor's memory raises an error; None if this torch cannot
+# do that.
 forbid_writes: Callable[[torch.Tensor], None] | None = getattr(torch._C, "_set_throw_on_mutable_data_ptr", None)
 # Returns the version: how often a tensor, or a view of the same memory, was changed in place.
 version_of: Callable[[torch.Tensor], int] = attrgetter("_version")
