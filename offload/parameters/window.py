@@ -217,8 +217,13 @@ class Window:
         return saved_tensors_hooks(keep.pack, keep.unpack)
 
     def saved(self, tensor: Tensor) -> SavedParameter | None:
-        """Return what autograd holds instead of a tensor of a moved parameter; None for any other tensor."""
-        if type(tensor) not in (Tensor, nn.Parameter, MovedParameter):
+        """Return what autograd holds instead of a parameter or a view of a moved one; None for any other tensor.
+
+        A parameter that has not left yet is replaced too: it may leave before backward, and then have its record.
+        """
+        if type(tensor) is nn.Parameter or type(tensor) is MovedParameter:
+            return SavedParameter(tensor)
+        if type(tensor) is not Tensor:
             return None
         try:
             identity = storage_identity(storage_of(tensor))
@@ -229,7 +234,7 @@ class Window:
         parameter = record.parameter() if record is not None else None
         if record is None or parameter is None or tensor.is_conj() or tensor.is_neg():
             return None
-        if tensor is parameter or stands_for_object(tensor):
+        if stands_for_object(tensor):
             return SavedParameter(parameter)
         if record.is_away_in(tensor):
             return SavedView(tensor, parameter, record) if tensor.shape == record.content.layout.shape else None

@@ -7,6 +7,7 @@ from torch import nn
 import offload
 from offload.parameters import mover
 from offload.parameters.moved_parameter import MovedParameter
+from offload.parameters.window import Window
 
 GIVEN = {"n_tensors": 0, "min_tensor_bytes": 1024}
 
@@ -16,8 +17,8 @@ def make_model():
     return nn.Sequential(nn.Conv2d(8, 16, 3), nn.GELU(), nn.Conv2d(16, 16, 3))
 
 
-def enable(model, parameters, folder):
-    offload.enable(model, parameters=parameters, spill_dir=folder, **GIVEN)
+def enable(model, parameters, folder, **given):
+    offload.enable(model, parameters=parameters, spill_dir=folder, **{**GIVEN, **given})
 
 
 def gradients(model, x):
@@ -53,6 +54,19 @@ def frozen_before_backward(model, x, parameters, folder):
     return [x.grad]
 
 
+def used_while_a_view_keeps_it(model, x, parameters, folder):
+    """The view is dropped between two forwards, so the weight leaves at the second; the graph of the first is older."""
+    view = model[2].weight.detach()
+    if folder is not None:
+        enable(model, parameters, folder, min_tensor_bytes=1)
+    first = model(x).square().mean()
+    del view
+    second = model(2 * x).square().mean()
+    first.backward()
+    second.backward()
+    return gradients(model, x)
+
+
 WAYS = [enabled_before_backward, used_before_it_leaves, frozen_before_backward]
 
 
@@ -73,7 +87,7 @@ def assert_plain_gradients(way, parameters, folder):
 
 
 @pytest.mark.parametrize("parameters", ["all", "frozen"])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", [*WAYS, used_while_a_view_keeps_it])
 def test_a_parameter_that_a_graph_has_saved_stays_until_backward(way, parameters, tmp_path):
     model = assert_plain_gradients(way, parameters, tmp_path)
     model(torch.randn(2, 8, 8, 8))
@@ -88,6 +102,16 @@ def test_without_the_guard_it_is_missed(way, tmp_path, monkeypatch):
     monkeypatch.setattr(mover, "is_saved_itself", lambda parameter: False)
     with pytest.raises(AssertionError):
         assert_plain_gradients(way, "frozen", tmp_path)
+
+
+def test_without_its_replacement_in_the_graph_it_is_missed(tmp_path, monkeypatch):
+    def saved(window, tensor):
+        return replaced(window, tensor) if "_offload_stored" in tensor.__dict__ else None
+
+    replaced = Window.saved
+    monkeypatch.setattr(Window, "saved", saved)
+    with pytest.raises(AssertionError):
+        assert_plain_gradients(used_while_a_view_keeps_it, "all", tmp_path)
 
 
 def test_the_report_says_that_a_graph_holds_them(tmp_path):
