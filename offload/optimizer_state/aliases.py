@@ -1,4 +1,4 @@
-"""Tensors of an optimizer's state that share memory: one tensor under several names, or views of one storage.
+"""Tensors of an optimizer's state that share memory: one tensor under several names, or views that overlap.
 
 They never leave memory. `StreamedState` keeps what they share when it copies or loads the state, as plain torch does.
 """
@@ -14,7 +14,8 @@ from torch import Tensor
 
 from offload.optimizer_state.state_tensor import cloned
 from offload.runtime.engine import has_storage
-from offload.torch_compat.tensors import local_of, sharded_like, storage_identity
+from offload.torch_compat.holders import overlapping
+from offload.torch_compat.tensors import local_of, sharded_like
 
 __all__ = ["Aliases"]
 
@@ -23,12 +24,15 @@ class Aliases:
     """Finds which of some values share memory, and makes copies that share memory where the values do."""
 
     def __init__(self, values: Iterable[object]) -> None:
-        self._places = Counter(_memory_of(each) for each in values if isinstance(each, Tensor))
+        tensors = [local_of(each) for each in values if isinstance(each, Tensor)]
+        twice = (key for key, count in Counter(map(id, tensors)).items() if count > 1)
+        pairs = overlapping(filter(has_storage, tensors))
+        self._shared = frozenset((*twice, *(id(each) for pair in pairs for each in pair)))  # no tensor is held here
         self._made: dict[int, tuple[Tensor, Tensor]] = {}  # with the originals, so that no identity is reused
         self._memo: dict[int, object] = {}  # of `deepcopy`: the copies of storages
 
     def __contains__(self, tensor: Tensor) -> bool:
-        return self._places[_memory_of(tensor)] > 1
+        return id(local_of(tensor)) in self._shared
 
     def copied(self, value: Any) -> Any:
         """Return a copy of a tensor, the same one for the same tensor; any other value as it is."""
@@ -45,9 +49,3 @@ class Aliases:
         if not has_storage(local):
             return cloned(tensor)
         return sharded_like(tensor)(copy.deepcopy(local.detach(), self._memo))  # copies the whole storage, once
-
-
-def _memory_of(tensor: Tensor) -> tuple[bool, int]:
-    """Return what two tensors with the same memory have in common; for unusual tensors, the identity of the object."""
-    local = local_of(tensor)
-    return (True, storage_identity(local.untyped_storage())) if has_storage(local) else (False, id(tensor))

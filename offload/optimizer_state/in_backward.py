@@ -116,7 +116,7 @@ def _why_not(optimizer: Optimizer, step: Callable[..., Any]) -> str:
 
 def why_shared(params: Iterable[Tensor]) -> str:
     """Return why these parameters cannot be updated one at a time in backward: two share memory. Empty if none do."""
-    shared = overlapping(params)
+    shared = next(overlapping(params), None)
     if shared is None:
         return ""
     shapes = " and ".join(str(list(each.shape)) for each in shared)

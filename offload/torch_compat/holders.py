@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
-from itertools import pairwise
+from collections.abc import Callable, Iterable, Iterator
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -39,18 +39,25 @@ def is_in_shared_memory(tensor: Tensor) -> bool:
     return _is_shared(tensor.untyped_storage())
 
 
-def overlapping(tensors: Iterable[Tensor]) -> tuple[Tensor, Tensor] | None:
-    """Return two different tensors of any class whose ranges of memory overlap, also if no element is in both."""
+def overlapping(tensors: Iterable[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield pairs of different tensors of any class whose ranges of memory overlap, also if no element is in both.
+
+    Each tensor that overlaps with another one is in a pair.
+    """
     in_storage: defaultdict[int, dict[int, Tensor]] = defaultdict(dict)
     for each in tensors:
         if each.layout is torch.strided and not each.is_nested and each.numel():
             in_storage[storage_identity(_plain(Tensor.untyped_storage, each))][id(each)] = each
     for found in in_storage.values():
         ranges = sorted((_range(each) for each in found.values()), key=lambda each: each[0]) if len(found) > 1 else []
-        for (_, end, first), (begin, _, second) in pairwise(ranges):
+        for (_, end, first), (begin, _, second) in zip(accumulate(ranges, _further), ranges[1:], strict=False):
             if begin < end:
-                return first, second
-    return None
+                yield first, second
+
+
+def _further(one: tuple[int, int, Tensor], other: tuple[int, int, Tensor]) -> tuple[int, int, Tensor]:
+    """Return the range that ends later."""
+    return other if other[1] > one[1] else one
 
 
 def _range(tensor: Tensor) -> tuple[int, int, Tensor]:

@@ -64,6 +64,14 @@ class ViewsOfOneStorage(Aliased):
         state["m"], state["other"], state["alias"] = both[0], both[1], both.transpose(0, -1)
 
 
+class PartsOfOneStorage(Aliased):
+    """The state's tensors are views of one tensor, and none of them overlaps another."""
+
+    def alias(self, parameter, state):
+        first, second = torch.stack([state["m"], torch.ones_like(parameter)])
+        state["m"], state["other"] = first, second
+
+
 class LateSameTensor(SameTensor):
     begin = 2
 
@@ -184,6 +192,15 @@ def test_tensors_that_share_memory(function, kind, tmp_path):
     on.off()
 
 
+def test_parts_of_one_storage_leave_once_they_are_loaded(tmp_path):
+    plain, moved, on = both(lambda on, kind: a_checkpoint_loaded(on, kind)[0], tmp_path, PartsOfOneStorage)
+    assert_equal(moved, plain)
+    (counts,) = on.counts
+    nbytes = sum(2 * each.nbytes for each in make_model().parameters() if each.nbytes >= 1024)
+    assert (counts.nbytes, counts.held) == (nbytes, 0)
+    on.off()
+
+
 def test_a_copied_optimizer_shares_memory_with_the_copied_parameters(tmp_path):
     plain, moved, on = both(a_copied_optimizer, tmp_path, OfTheParameter)
     assert_equal(moved, plain)
@@ -211,8 +228,9 @@ def test_there_is_no_file_for_copies_of_tensors_that_share_memory(tmp_path, monk
 
 def test_copies_share_memory():
     whole = torch.arange(24.0)
-    rows, part, alone, sparse = whole[:12].view(3, 4), whole[4:8], torch.ones(3), torch.eye(3).to_sparse()
-    values = [rows, part, alone, rows.t(), sparse, rows, sparse]
+    rows, part, alone, sparse = whole[:12].view(3, 4), whole[4:8], whole[12:], torch.eye(3).to_sparse()
+    later = whole[9:10]  # overlaps with rows, and not with the part before it
+    values = [rows, part, alone, rows.t(), sparse, rows, sparse, later]
     aliases = Aliases([*values, 5])
     assert [each in aliases for each in values] == [each is not alone for each in values]
     assert aliases.copied(5) == 5
