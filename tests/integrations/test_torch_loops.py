@@ -1,5 +1,6 @@
 """Hand-written loops: mixed precision with a loss scaler, checkpointing of both kinds, function transforms."""
 
+import inspect
 from contextlib import nullcontext
 from functools import partial
 
@@ -9,7 +10,7 @@ from torch import nn
 from torch.autograd import forward_ad
 from torch.func import functional_call
 from torch.utils._pytree import tree_leaves
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch_rig import KNOBS, Blocks, assert_same, batch, make_blocks, train
 
 import offload
@@ -17,6 +18,7 @@ from offload.control.device_session import TRANSFORMED
 from offload.runtime.refusals import FUNCTION_TRANSFORMS
 
 STEPS = 4
+RESPECT = "respect_saved_tensors_hooks"  # of torch's checkpoint
 
 
 # -- mixed precision --------------------------------------------------------------------------------------------------
@@ -127,6 +129,46 @@ def test_checkpointed_blocks_inside_of_the_model(use_reentrant):
     assert about.steps == STEPS
     assert 0 < about.swapped.tensors < other.report().swapped.tensors, "recomputed blocks save no more than their input"
     assert handle._engine.live_records == 0
+
+
+def keep_products(context, operator, *_, **__):
+    is_product = operator in (torch.ops.aten.addmm.default, torch.ops.aten.mm.default)
+    return CheckpointPolicy.MUST_SAVE if is_product else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+class SelectivelyCheckpointed(Blocks):
+    """The blocks keep the results of matrix products for backward, and recompute all others."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.how = {"context_fn": partial(create_selective_checkpoint_contexts, keep_products), **how}
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False, **self.how)
+        return self.head(x)
+
+
+@pytest.mark.parametrize("knobs", [KNOBS, {"preset": "smallest", "min_tensor_bytes": 1}], ids=["by hand", "by plan"])
+@pytest.mark.filterwarnings("ignore:A saved_tensors_hooks context:FutureWarning")
+def test_selectively_checkpointed_blocks(knobs):
+    """From torch 2.14 on, what they keep can be passed to hooks too, and is then swapped."""
+    is_known = RESPECT in inspect.signature(checkpoint).parameters
+    swapped = []
+    for how in [{}, {RESPECT: True}] if is_known else [{}]:
+        found = []
+        for is_on in (False, True):
+            torch.manual_seed(0)
+            model = SelectivelyCheckpointed(how)
+            with offload.enable(model, **knobs) if is_on else nullcontext() as handle:
+                found.append(train(model, model, 8))
+                if handle is not None:
+                    report = handle.report()
+                    swapped.append(report.swapped.tensors / report.steps)
+                    assert handle._engine.live_records == 0
+        assert_same(*found)
+    assert swapped[0] > 0
+    assert not is_known or swapped[1] > swapped[0]
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True], ids=["non-reentrant", "reentrant"])
