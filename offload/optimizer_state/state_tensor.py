@@ -14,7 +14,7 @@ from offload.torch_compat.holders import is_in_shared_memory
 from offload.torch_compat.optimizers import nan_like
 from offload.torch_compat.tensors import has_own_bytes, local_of, sharded_like
 
-__all__ = ["StateTensor", "cloned", "is_movable", "largest_state_bytes"]
+__all__ = ["StateTensor", "cloned", "is_movable", "is_plain", "largest_state_bytes"]
 
 
 def is_movable(value: object, device: torch.device, min_nbytes: int) -> bool:
@@ -23,15 +23,22 @@ def is_movable(value: object, device: torch.device, min_nbytes: int) -> bool:
     Of a DTensor (sharded state), the local tensor can. While a tensor is away it reads as NaN. So only tensors of
     floating-point or complex numbers can leave.
     """
-    value = local_of(value)
     return (
-        isinstance(value, Tensor)
-        and has_storage(value)
-        and value.device == device
-        and value.nbytes >= min_nbytes
-        and (value.is_floating_point() or value.is_complex())
-        and not (value.requires_grad or value.is_inference() or is_in_shared_memory(value))
-        and has_own_bytes(value)
+        is_plain(value)
+        and (local := local_of(value)).device == device
+        and local.nbytes >= min_nbytes
+        and (local.is_floating_point() or local.is_complex())
+    )
+
+
+def is_plain(value: object) -> bool:
+    """Return whether a value of an optimizer's state is a tensor that a copy can replace, if no other shares memory."""
+    local = local_of(value)
+    return (
+        isinstance(local, Tensor)
+        and has_storage(local)
+        and not (local.requires_grad or local.is_inference() or is_in_shared_memory(local))
+        and has_own_bytes(local)
     )
 
 

@@ -20,7 +20,7 @@ from offload import _core
 from offload.optimizer_state.aliases import Aliases
 from offload.optimizer_state.loading import convert
 from offload.optimizer_state.snapshot import Snapshot
-from offload.optimizer_state.state_tensor import StateTensor, cloned, is_movable
+from offload.optimizer_state.state_tensor import StateTensor, cloned, is_movable, is_plain
 from offload.runtime.engine import REFUSALS, Engine
 from offload.runtime.unreadable import UnreadableError
 from offload.torch_compat.holders import holds_alone
@@ -177,7 +177,7 @@ class StreamedState(defaultdict[Any, State]):
             self.refusal = str(error)
 
     def owned(self) -> Iterator[Any]:
-        """Replace each tensor that can leave memory by a copy: the caller of `load_state_dict` may hold the original.
+        """Replace each tensor by a copy: the caller of `load_state_dict` may hold the original, and load it again.
 
         Yields each key after its tensors are replaced. Tensors that share memory stay: they cannot leave.
         """
@@ -190,7 +190,7 @@ class StreamedState(defaultdict[Any, State]):
         found = self.peek(key)
         state = found if isinstance(found, dict) else {}
         for name, value in state.items():
-            if self._is_movable(value, aliases):
+            if is_plain(value) and value not in aliases:  # of any size: a part of an old state would fit no step
                 state[name] = cloned(value)
 
     def _is_movable(self, value: Any, aliases: Aliases) -> bool:

@@ -25,6 +25,7 @@ from offload.torch_compat.holders import holds_alone, is_in_shared_memory
 from offload.torch_compat.overrides import (
     GIVES_ADDRESS,
     GIVES_MEMORY,
+    OF_THE_GRAPH,
     OF_THE_LAYOUT,
     OF_THE_OBJECT,
     SETS_DATA,
@@ -139,10 +140,11 @@ def _stand_in(parameter: Tensor) -> Tensor:
 def _accessed(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call a function that may use the bytes of moved parameters. They are in memory during the call.
 
-    Instead of a frozen parameter, or of any if the result is in no graph, the function gets a plain tensor with the
-    same memory. A function that changes the parameter as an object gets the parameter itself. A function gets a trained
-    parameter itself too, because the autograd graph must refer to it; the parameter has its ordinary class during the
-    call. If saved-tensor hooks are forbidden, the function gets a view of the trained parameter.
+    Instead of a frozen parameter, or of any if neither the function nor its result has to do with a graph, the function
+    gets a plain tensor with the same memory. A function that changes the parameter as an object gets the parameter
+    itself. A function gets a trained parameter itself too, because the autograd graph must refer to it; the parameter
+    has its ordinary class during the call. If saved-tensor hooks are forbidden, the function gets a view of the trained
+    parameter.
     """
     first = args[0] if args else None
     if type(first) is MovedParameter and first._offload_stored.is_away_in(first):
@@ -163,7 +165,8 @@ def _accessed(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     try:
         aliases: dict[int, tuple[Tensor, Tensor]] = {}
         trained = [(parameter, record) for parameter, record in moved if requires_grad_of(parameter)]
-        needs_itself = _changes_object(func) or (torch.is_grad_enabled() and func not in WITHOUT_GRAPH)
+        is_in_graph = func in OF_THE_GRAPH or (torch.is_grad_enabled() and func not in WITHOUT_GRAPH)
+        needs_itself = _changes_object(func) or is_in_graph
         for parameter, record in moved:
             is_trained = needs_itself and requires_grad_of(parameter)
             try:

@@ -14,6 +14,7 @@ from torch import Tensor, UntypedStorage
 __all__ = [
     "GIVES_ADDRESS",
     "GIVES_MEMORY",
+    "OF_THE_GRAPH",
     "OF_THE_LAYOUT",
     "OF_THE_OBJECT",
     "SETS_DATA",
@@ -103,6 +104,12 @@ OF_THE_LAYOUT = frozenset(_methods("stride", "is_contiguous", "storage_offset", 
 
 # Functions whose results are in no graph.
 WITHOUT_GRAPH = frozenset(_gets("data") | {Tensor.detach})
+
+# Functions that use or change a tensor's place in the graph, also while gradients are disabled.
+OF_THE_GRAPH = frozenset(
+    {torch.autograd.grad, torch.autograd.backward}
+    | _methods("backward", "register_hook", "register_post_accumulate_grad_hook", "retain_grad")
+)
 
 # Functions that return memory through which the program can write without a change of the version counter.
 GIVES_MEMORY = frozenset(

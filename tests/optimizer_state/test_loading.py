@@ -113,3 +113,46 @@ def test_after_a_conversion_that_failed_state_can_be_saved(is_offloaded, tmp_pat
     loaded = torch.load(file)["state"]
     for key, state in checkpoint["state"].items():
         assert torch.equal(loaded[key]["exp_avg"], state["exp_avg"].float())
+
+
+def rolled_back(folder, *, copies=False):
+    """The weights and the state after each of three rollbacks to one dictionary; the dictionary, and what it was."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    if folder is not None:
+        offload.enable(model, optimizer=optimizer, spill_dir=folder, **KNOBS)
+
+    def train():
+        for number in range(1, 4):
+            optimizer.zero_grad()
+            model(number * torch.ones(4, 64)).square().mean().backward()
+            optimizer.step()
+
+    train()
+    weights, best = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    before, found = copy.deepcopy(best), []
+    for _ in range(3):
+        model.load_state_dict(weights)
+        optimizer.load_state_dict(copy.deepcopy(best) if copies else best)
+        train()
+        found.append(copy.deepcopy((model.state_dict(), optimizer.state_dict())))
+    return found, best, before
+
+
+def assert_rolled_back(folder):
+    found, best, before = rolled_back(folder)
+    expected, _, _ = rolled_back(None, copies=True)
+    assert_equal(best, before)
+    assert_equal(found, expected)
+    assert_equal(found[2], found[0])
+
+
+def test_a_dictionary_can_be_loaded_again(tmp_path):
+    assert_rolled_back(tmp_path)
+
+
+def test_if_small_tensors_are_not_copied_it_is_missed(tmp_path, monkeypatch):
+    monkeypatch.setattr(streamed_state, "is_plain", lambda value: value.nbytes >= KNOBS["min_tensor_bytes"])
+    with pytest.raises(AssertionError):
+        assert_rolled_back(tmp_path)
