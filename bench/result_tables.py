@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from control_tables import mallocs_table, pairs_table, same_script_table, settling_tables
+from control_tables import mallocs_table, memory_noise_table, pairs_table, same_script_table, settling_tables
 from recomputation_tables import coverage_table, recomputation_table, recording_table
 from step_tables import demo_machine, demo_rows, frontiers, largest_tables
 from table import EQUAL, GRADIENTS, NOT_REACHED, PEER_BETTER, UNEQUAL, Row, Table, processor_of
@@ -92,7 +93,9 @@ def read(path: Path) -> list[Table]:
     if content.get("format") == "offload-predictions/1":
         return [predictions_table(content)]
     if content.get("format") == "offload-slowdown/1":
-        return [slowdown_table(content)]
+        wishes = Counter((row["family"], str(row["size"]), row["max_slowdown"]) for row in content["rows"])
+        is_repeated = min(wishes.values()) > 1
+        return [memory_noise_table(content) if is_repeated else slowdown_table(content)]
     if content.get("format") == "offload-sweep/1":
         return [sweep_table(content)]
     if content.get("format") == "offload-same-script/1":

@@ -82,6 +82,8 @@ def measure(setting: Setting, contestant: Contestant, steps: int | None = None, 
         "steady_peak_bytes": peak(watched[1][settle:]),
         "plain_allocated_bytes": figures[0]["allocated_bytes"],  # after the last step; None: malloc does not count
         "allocated_bytes": figures[1]["allocated_bytes"],
+        "plain_file_bytes": figures[0]["file_bytes"],  # pages of programs and files, such as code that runs
+        "file_bytes": figures[1]["file_bytes"],
         "last_change": last_change(watched[1]),
         "decisions": decisions(watched[1]),
         "slowest_settling": max(own / plain for plain, own in zip(*(each[:settle] for each in seconds), strict=True)),

@@ -8,10 +8,12 @@ from __future__ import annotations
 import contextlib
 import gc
 import hashlib
+import os
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import contestants
@@ -107,6 +109,12 @@ def same_bits(device: str) -> Iterator[None]:
         torch.use_deterministic_algorithms(before)
 
 
+def resident_file_bytes() -> int:
+    """The resident pages of programs, libraries and other files, in bytes; 0 without /proc."""
+    statm = Path("/proc/self/statm")
+    return int(statm.read_text(encoding="ascii").split()[2]) * os.sysconf("SC_PAGE_SIZE") if statm.exists() else 0
+
+
 class Trainer:
     """A model, its optimizer and the contestant that trains it.
 
@@ -138,6 +146,7 @@ class Trainer:
         self._settled = 0
         self._meter: MemoryMeter | None = None
         self._allocated_before: int | None = None  # by malloc's count
+        self._file_bytes_before = 0
         # Before a contestant runs a step: memory that malloc keeps after it would count as the initial memory.
         self.baseline_bytes = self._begin()
         try:
@@ -156,7 +165,7 @@ class Trainer:
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
             return int(torch.cuda.memory_allocated())
-        self._allocated_before = allocator.bytes_in_use()
+        self._allocated_before, self._file_bytes_before = allocator.bytes_in_use(), resident_file_bytes()
         self._meter = MemoryMeter("cpu")
         self._meter.start()
         return self._meter.baseline_bytes
@@ -244,6 +253,7 @@ class Trainer:
                 if allocated_bytes is None or self._allocated_before is None
                 else allocated_bytes - self._allocated_before
             ),
+            "file_bytes": resident_file_bytes() - self._file_bytes_before,
             "baseline_bytes": meter.baseline_bytes,
             "peak_bytes": meter.peak_bytes - meter.baseline_bytes,
             **({} if self._watch is not None else {"settled_peak_bytes": settled_peak_bytes - meter.baseline_bytes}),

@@ -24,7 +24,7 @@ from offload.optimizer_state.state_tensor import StateTensor, cloned, is_movable
 from offload.runtime.engine import REFUSALS, Engine
 from offload.runtime.unreadable import UnreadableError
 from offload.torch_compat.holders import holds_alone
-from offload.torch_compat.optimizers import is_called_by_state_dict
+from offload.torch_compat.optimizers import is_called_by_state_dict, register_as_tree
 from offload.torch_compat.tensors import is_local_held, local_of
 
 __all__ = ["OptimizerStateError", "StreamedState", "would_leave"]
@@ -395,3 +395,6 @@ class StreamedState(defaultdict[Any, State]):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.copied(is_snapshot=False).__reduce_ex__(protocol)
+
+
+register_as_tree(StreamedState, defaultdict)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import _default_to_fused_or_foreach, _foreach_supported_types
-from torch.utils import _foreach_utils
+from torch.utils import _foreach_utils, _pytree
 
 from offload.torch_compat.tensors import forbid_writes
 
@@ -26,6 +26,7 @@ __all__ = [
     "is_called_by_state_dict",
     "is_own_step",
     "nan_like",
+    "register_as_tree",
     "runs_foreach",
     "step_behind_hooks",
     "steps_through_hooks",
@@ -136,3 +137,10 @@ def nan_like(tensor: Tensor) -> Tensor:
     if forbid_writes is not None:
         forbid_writes(one)
     return one.as_strided(tensor.shape, tensor.stride()) if tensor.numel() == 1 else one.expand(tensor.shape)
+
+
+def register_as_tree(kind: type, like: type) -> None:
+    """Make `tree_map` and the like look into containers of a class as they do into those of its base class `like`."""
+    node = _pytree.SUPPORTED_NODES[like]
+    flatten_with_keys = node.flatten_with_keys_fn
+    _pytree.register_pytree_node(kind, node.flatten_fn, node.unflatten_fn, flatten_with_keys_fn=flatten_with_keys)
