@@ -28,6 +28,7 @@ CHANGES = {  # of the plan, as logged
     "measuring a plan again": "measures a plan again",
     WENT_BACK: "goes back",
 }
+MORE = "steady_peak_bytes", "allocated_bytes", "file_bytes"
 BY_ITSELF = ("profiled", "trial")  # slow steps that no plan is judged by
 
 
@@ -89,8 +90,8 @@ def memory_noise_table(content: Mapping[str, Any]) -> Table:
 
     `content`: the result of `slowdown.py` with several rows for each network, plain and with a `max_slowdown`.
     """
-    columns = ["network", GRADIENTS, "plain growth", "plain again", "above plain", "with offload", "above plain", "more",
-               "of it allocated", "of it code"]  # fmt: skip
+    compared = ["plain again", "above plain", "with offload", "above plain"]
+    columns = ["network", GRADIENTS, "plain growth", *compared, "more", "of it allocated", "of it code"]
     families = list(dict.fromkeys(row["family"] for row in content["rows"]))
     rows, again = [], []
     for family in families:
@@ -102,29 +103,20 @@ def memory_noise_table(content: Mapping[str, Any]) -> Table:
             NETWORKS.get(family, family),
             EQUAL if all(row["bits_equal"] for row in found) else UNEQUAL,
             format_bytes(int(median(row["plain_steady_peak_bytes"] for row in found))),
-            *(
-                cell
-                for each in (plain, own)
-                for cell in (_growths(each), f"{sum(map(_is_above, each))} of {len(each)}")
-            ),
-            *(format_bytes(max(0, int(median(row[each] - row[f"plain_{each}"] for row in own)))) for each in _PARTS),
+            *_comparison(plain),
+            *_comparison(own),
+            *(format_bytes(max(0, int(median(row[each] - row[f"plain_{each}"] for row in own)))) for each in MORE),
         ]
         rows.append(Row(f"memory noise / {family}", cells, mark))
-    share = 1 - sum(again) / len(again)
     note = (
         "Growth of the resident set in the measured steps, over that of a plain process that steps in turn. *Plain "
-        "again*: the other process trains without offload, too. *More*: how much with offload, in the median; the rest of "
-        "it is free memory that malloc and Python keep. These networks end with nothing swapped, so the process allocates "
-        "what plain allocates, and keeps offload's records and the pages of the code that has run besides. "
-        f"{sum(again)} of {len(again)} plain processes needed more memory than the plain process beside them. So if "
-        f"offload needed none of its own, a table in which none of {len(families)} such networks is above plain would "
-        f"come about in {share ** len(families):.0%} of all cases."
+        "again*: the other process trains without offload, too. *More*: how much with offload, in the median; the rest "
+        "of it is free memory that malloc and Python keep. These networks end with nothing swapped, so the process "
+        "allocates what plain allocates, and keeps offload's records and pages of the code that has run besides. "
+        f"{sum(again)} of {len(again)} plain processes needed more memory than the plain process beside them."
     )
     title = f"Memory above plain: {processor_of(content['machine'])}"
     return Table(title, columns, rows, content["machine"], note=note, page="targets")
-
-
-_PARTS = "steady_peak_bytes", "allocated_bytes", "file_bytes"
 
 
 def _is_above(row: Mapping[str, Any]) -> bool:
@@ -132,9 +124,10 @@ def _is_above(row: Mapping[str, Any]) -> bool:
     return above
 
 
-def _growths(rows: Sequence[Mapping[str, Any]]) -> str:
+def _comparison(rows: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
     shares = [row["steady_peak_bytes"] / row["plain_steady_peak_bytes"] for row in rows]
-    return f"{median(shares):.2f} × ({min(shares):.2f}–{max(shares):.2f})"
+    above = sum(map(_is_above, rows))
+    return f"{median(shares):.2f} × ({min(shares):.2f}–{max(shares):.2f})", f"{above} of {len(rows)}"
 
 
 def mallocs_table(content: Mapping[str, Any]) -> Table:

@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "bench"))
 try:
-    from result_tables import above_plain, slowdown_table
+    from result_tables import above_plain, read, slowdown_table
 finally:
     sys.path.pop(0)
 
@@ -57,6 +57,24 @@ def test_a_second_plain_process_shows_noise_and_keeps_nothing(max_slowdown: floa
     assert table.rows[1].cells[0] == ("gru, plain again" if max_slowdown is None else "gru, 5%")
     assert table.rows[1].cells[5] == ("–" if max_slowdown is None else "yes")
     assert ("*Plain again*" in table.note) == (max_slowdown is None)
+
+
+def test_rows_that_are_repeated_become_a_table_of_memory(tmp_path: Path) -> None:
+    row = {"family": "gru", "size": {}, "max_slowdown": None, "bits_equal": True, "plain_steady_peak_bytes": 100 << 20,
+           "plain_allocated_bytes": 1 << 20, "plain_file_bytes": 0}  # fmt: skip
+    own = {**row, "max_slowdown": 0.05, "allocated_bytes": 3 << 20, "file_bytes": 1 << 20}
+    plain = [{**row, "steady_peak_bytes": nbytes << 20} for nbytes in (98, 101, 102)]
+    offloaded = [{**own, "steady_peak_bytes": nbytes << 20} for nbytes in (99, 104, 105)]
+    results = tmp_path / "rows.json"
+    content = {"format": "offload-slowdown/1", "rows": [*plain, *offloaded], "machine": {"processor": "a processor"}}
+    results.write_text(json.dumps(content))
+    (table,) = read(results)
+    assert table.title == "Memory above plain: a processor"
+    ((name, bits, *cells),) = (each.cells for each in table.rows)
+    assert (name, bits, table.rows[0].mark) == ("gru", "bit-equal", "not reached")
+    assert cells[:3] == ["100.00 MiB", "1.01 × (0.98–1.02)", "2 of 3"]
+    assert cells[3:] == ["1.04 × (0.99–1.05)", "2 of 3", "4.00 MiB", "2.00 MiB", "1.00 MiB"]
+    assert "2 of 3 plain processes" in table.note
 
 
 def test_rows_that_need_more_memory_than_plain_are_counted() -> None:
