@@ -8,6 +8,7 @@ from torch import nn
 
 import offload
 from offload.control.limits import LIMITS
+from offload.plan import Link
 from offload.profiling import calibration
 from offload.profiling.link_measurement import LinkRates
 from offload.runtime.disturbance import disturb, disturbances
@@ -114,6 +115,10 @@ def test_each_kind_of_work_is_noted(name, monkeypatch):
         return result
 
     monkeypatch.setattr(f"offload.{name}", watched)
+    link = Link(
+        1e6, 1e6
+    )  # so slow that swapping takes longer than computing, also on a loaded machine: a trial follows
+    monkeypatch.setattr("offload.control.own_copies.OwnCopies.link", lambda copies, measured: link)
     model = make(0)
     with offload.enable(model, **KNOBS, preset="smallest"):
         train(model, steps=3)

@@ -14,7 +14,7 @@ from offload.torch_compat.holders import is_in_shared_memory
 from offload.torch_compat.optimizers import nan_like
 from offload.torch_compat.tensors import has_own_bytes, local_of, sharded_like
 
-__all__ = ["StateTensor", "cloned", "is_movable", "is_plain", "largest_state_bytes"]
+__all__ = ["StateTensor", "cloned", "is_movable", "is_replaceable", "largest_state_bytes", "replacement_of"]
 
 
 def is_movable(value: object, device: torch.device, min_nbytes: int) -> bool:
@@ -24,15 +24,15 @@ def is_movable(value: object, device: torch.device, min_nbytes: int) -> bool:
     floating-point or complex numbers can leave.
     """
     return (
-        is_plain(value)
+        is_replaceable(value)
         and (local := local_of(value)).device == device
         and local.nbytes >= min_nbytes
         and (local.is_floating_point() or local.is_complex())
     )
 
 
-def is_plain(value: object) -> bool:
-    """Return whether a value of an optimizer's state is a tensor that a copy can replace, if no other shares memory."""
+def is_replaceable(value: object) -> bool:
+    """Return whether a copy can replace a value of an optimizer's state, unless another tensor shares its memory."""
     local = local_of(value)
     return (
         isinstance(local, Tensor)
@@ -46,6 +46,15 @@ def cloned(tensor: Tensor) -> Tensor:
     """Return a copy of a tensor of any layout, with its strides."""
     is_strided = tensor.layout is torch.strided
     return tensor.clone(memory_format=torch.preserve_format) if is_strided else tensor.clone()
+
+
+def replacement_of(tensor: Tensor) -> Tensor:
+    """Return a copy of a tensor, with the attributes that the program has given it; no inference tensor."""
+    with torch.inference_mode(False):
+        made = cloned(tensor)
+    if local_of(tensor) is tensor:
+        made.__dict__.update(tensor.__dict__)
+    return made
 
 
 def largest_state_bytes(optimizer: torch.optim.Optimizer) -> int:

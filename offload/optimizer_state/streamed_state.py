@@ -20,7 +20,7 @@ from offload import _core
 from offload.optimizer_state.aliases import Aliases
 from offload.optimizer_state.loading import convert
 from offload.optimizer_state.snapshot import Snapshot
-from offload.optimizer_state.state_tensor import StateTensor, cloned, is_movable, is_plain
+from offload.optimizer_state.state_tensor import StateTensor, is_movable, is_replaceable, replacement_of
 from offload.runtime.engine import REFUSALS, Engine
 from offload.runtime.unreadable import UnreadableError
 from offload.torch_compat.holders import holds_alone
@@ -190,8 +190,8 @@ class StreamedState(defaultdict[Any, State]):
         found = self.peek(key)
         state = found if isinstance(found, dict) else {}
         for name, value in state.items():
-            if is_plain(value) and value not in aliases:  # of any size: a part of an old state would fit no step
-                state[name] = cloned(value)
+            if is_replaceable(value) and value not in aliases:  # of any size: a part of an old state would fit no step
+                state[name] = replacement_of(value)
 
     def _is_movable(self, value: Any, aliases: Aliases) -> bool:
         return is_movable(value, self.engine.device, self._min_nbytes) and value not in aliases

@@ -1,4 +1,4 @@
-"""Saved-tensor hooks that keep moved parameters out of the graph's memory, for calls without a session's hooks."""
+"""Saved-tensor hooks that keep the memory of moved parameters out of the graph, for calls without a session's hooks."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ def needs_keep() -> bool:
 
 
 class Keep:
-    """Saved-tensor hooks that replace tensors of moved parameters. Other tensors are kept, or passed to other hooks.
+    """Saved-tensor hooks that replace parameters and views of moved ones. Others are kept, or passed to other hooks.
 
     Parameters
     ----------
     saved
-        Returns what replaces a tensor of a moved parameter; None for other tensors.
+        Returns what replaces a parameter or a view of a moved one; None for other tensors.
     others
         The program's hooks that were innermost before; None if there were none.
     """

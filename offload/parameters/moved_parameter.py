@@ -25,10 +25,10 @@ from offload.torch_compat.holders import holds_alone, is_in_shared_memory
 from offload.torch_compat.overrides import (
     GIVES_ADDRESS,
     GIVES_MEMORY,
-    OF_THE_GRAPH,
     OF_THE_LAYOUT,
     OF_THE_OBJECT,
     SETS_DATA,
+    USES_THE_GRAPH,
     WITHOUT_GRAPH,
     alias_of,
     call_without_overrides,
@@ -95,7 +95,7 @@ def is_movable(parameter: Tensor, device: torch.device, min_nbytes: int, *, also
     """Return whether a parameter is of a kind that can leave memory: large and strided. It may have either class.
 
     While a parameter is away, code that torch cannot intercept reads NaN. So only floating-point and complex parameters
-    can leave.
+    can leave. Those that are conjugated or negated lazily stay: their memory has other values than they have.
     """
     if parameter.layout is not torch.strided or parameter.is_nested:
         return False
@@ -105,7 +105,7 @@ def is_movable(parameter: Tensor, device: torch.device, min_nbytes: int, *, also
         and plain.device == device
         and plain.nbytes >= min_nbytes
         and (plain.is_floating_point() or plain.is_complex())
-        and not (plain.is_inference() or is_in_shared_memory(plain))
+        and not (plain.is_inference() or is_in_shared_memory(plain) or plain.is_conj() or plain.is_neg())
         and has_own_bytes(plain)
     )
 
@@ -165,7 +165,7 @@ def _accessed(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     try:
         aliases: dict[int, tuple[Tensor, Tensor]] = {}
         trained = [(parameter, record) for parameter, record in moved if requires_grad_of(parameter)]
-        is_in_graph = func in OF_THE_GRAPH or (torch.is_grad_enabled() and func not in WITHOUT_GRAPH)
+        is_in_graph = func in USES_THE_GRAPH or (torch.is_grad_enabled() and func not in WITHOUT_GRAPH)
         needs_itself = _changes_object(func) or is_in_graph
         for parameter, record in moved:
             is_trained = needs_itself and requires_grad_of(parameter)

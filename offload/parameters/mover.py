@@ -308,7 +308,7 @@ class ParameterMover:
         self._wrap_parts(model)
 
     def hooks_before(self, hooks: StepHooks) -> tuple[Callable[..., Any], Callable[..., Any]]:
-        """Return pack and unpack hooks for moved parameters. They pass all other tensors to the hooks of a step."""
+        """Return pack and unpack hooks for parameters. They pass all other tensors to the hooks of a step."""
         return partial(_pack, self.window), _unpack
 
     # -- figures ------------------------------------------------------------------------------------------------------
@@ -384,7 +384,8 @@ class ParameterMover:
 
 
 def _pack(window: Window, hooks: StepHooks, tensor: Tensor) -> Any:
-    return window.saved(tensor) or hooks.pack(tensor)
+    saved = window.saved(tensor)
+    return hooks.pack(tensor) if saved is None else saved
 
 
 def _unpack(hooks: StepHooks, packed: Any) -> Tensor:

@@ -1,18 +1,18 @@
-"""What autograd holds instead of a moved parameter: the parameter itself, or where a view's bytes are in the store."""
+"""What autograd holds instead of a parameter, which may move: the object, or where a view's bytes are in the store."""
 
 from __future__ import annotations
 
 from torch import Tensor, nn
 
 from offload.parameters.stored_parameter import StoredParameter
-from offload.torch_compat.overrides import alias_of, version_of_object
+from offload.torch_compat.overrides import alias_of, call_without_overrides, version_of_object
 from offload.torch_compat.tensors import raise_changed
 
 __all__ = ["SavedParameter", "SavedView"]
 
 
 class SavedParameter:
-    """A moved parameter, saved for backward as an object. It holds no memory on the device.
+    """A parameter, saved for backward as an object. If it has moved, no memory on the device is held.
 
     Backward gets the memory, the shape and the strides that the parameter has then, as without offload.
 
@@ -41,7 +41,8 @@ class SavedParameter:
         """
         now = version_of_object(self._parameter)
         if now != self._saved_version:
-            raise_changed("Parameter", tuple(self._size), now, self._saved_version)
+            kind: str = call_without_overrides(Tensor.type, (), (self._parameter,))
+            raise_changed(kind, tuple(self._size), now, self._saved_version)
         return self._bytes()
 
     def _bytes(self) -> Tensor:

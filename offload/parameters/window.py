@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
@@ -219,11 +220,14 @@ class Window:
     def saved(self, tensor: Tensor) -> SavedParameter | None:
         """Return what autograd holds instead of a parameter or a view of a moved one; None for any other tensor.
 
-        A parameter that has not left yet is replaced too: it may leave before backward, and then have its record.
+        A parameter that has not left yet is replaced too: it may leave before backward. An operator's result is not,
+        although it may be a parameter that was changed in place: it would hold its own graph.
         """
-        if type(tensor) is nn.Parameter or type(tensor) is MovedParameter:
+        if type(tensor) is MovedParameter:
             return SavedParameter(tensor)
-        if type(tensor) is not Tensor:
+        if type(tensor) is nn.Parameter and tensor.is_leaf and tensor.layout is torch.strided and not tensor.is_nested:
+            return SavedParameter(tensor)
+        if type(tensor) not in (Tensor, nn.Parameter):
             return None
         try:
             identity = storage_identity(storage_of(tensor))

@@ -50,12 +50,12 @@ def overlapping(tensors: Iterable[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
             in_storage[storage_identity(_plain(Tensor.untyped_storage, each))][id(each)] = each
     for found in in_storage.values():
         ranges = sorted((_range(each) for each in found.values()), key=lambda each: each[0]) if len(found) > 1 else []
-        for (_, end, first), (begin, _, second) in zip(accumulate(ranges, _further), ranges[1:], strict=False):
+        for (_, end, first), (begin, _, second) in zip(accumulate(ranges, _ending_later), ranges[1:], strict=False):
             if begin < end:
                 yield first, second
 
 
-def _further(one: tuple[int, int, Tensor], other: tuple[int, int, Tensor]) -> tuple[int, int, Tensor]:
+def _ending_later(one: tuple[int, int, Tensor], other: tuple[int, int, Tensor]) -> tuple[int, int, Tensor]:
     """Return the range that ends later."""
     return other if other[1] > one[1] else one
 

@@ -14,10 +14,10 @@ from torch import Tensor, UntypedStorage
 __all__ = [
     "GIVES_ADDRESS",
     "GIVES_MEMORY",
-    "OF_THE_GRAPH",
     "OF_THE_LAYOUT",
     "OF_THE_OBJECT",
     "SETS_DATA",
+    "USES_THE_GRAPH",
     "WITHOUT_GRAPH",
     "alias_of",
     "call_without_overrides",
@@ -106,7 +106,7 @@ OF_THE_LAYOUT = frozenset(_methods("stride", "is_contiguous", "storage_offset", 
 WITHOUT_GRAPH = frozenset(_gets("data") | {Tensor.detach})
 
 # Functions that use or change a tensor's place in the graph, also while gradients are disabled.
-OF_THE_GRAPH = frozenset(
+USES_THE_GRAPH = frozenset(
     {torch.autograd.grad, torch.autograd.backward}
     | _methods("backward", "register_hook", "register_post_accumulate_grad_hook", "retain_grad")
 )

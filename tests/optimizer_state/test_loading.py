@@ -148,11 +148,23 @@ def assert_rolled_back(folder):
     assert_equal(found[2], found[0])
 
 
+def test_small_tensors_are_loaded_with_their_attributes_and_inside_of_inference_mode(tmp_path):
+    optimizer, _ = trained(True, tmp_path)
+    checkpoint = copy.deepcopy(optimizer.state_dict())
+    checkpoint["state"][0]["step"].tag = "mine"
+    with torch.inference_mode():
+        optimizer.load_state_dict(checkpoint)
+    step = optimizer.state[optimizer.param_groups[0]["params"][0]]["step"]
+    assert (step.tag, step.is_inference()) == ("mine", False)
+    optimizer.step()
+    assert (int(step), int(checkpoint["state"][0]["step"])) == (2, 1)
+
+
 def test_a_dictionary_can_be_loaded_again(tmp_path):
     assert_rolled_back(tmp_path)
 
 
 def test_if_small_tensors_are_not_copied_it_is_missed(tmp_path, monkeypatch):
-    monkeypatch.setattr(streamed_state, "is_plain", lambda value: value.nbytes >= KNOBS["min_tensor_bytes"])
+    monkeypatch.setattr(streamed_state, "is_replaceable", lambda value: value.nbytes >= KNOBS["min_tensor_bytes"])
     with pytest.raises(AssertionError):
         assert_rolled_back(tmp_path)

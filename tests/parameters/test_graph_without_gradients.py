@@ -135,6 +135,6 @@ def test_a_layer_that_is_unfrozen(given, tmp_path):
 
 @pytest.mark.parametrize("call", CALLS)
 def test_without_the_list_of_these_calls_it_is_missed(call, tmp_path, monkeypatch):
-    monkeypatch.setattr(moved_parameter, "OF_THE_GRAPH", frozenset())
+    monkeypatch.setattr(moved_parameter, "USES_THE_GRAPH", frozenset())
     with pytest.raises(RuntimeError, match=r"requires?[_ ]grad"):
         called(call, tmp_path)

@@ -1,5 +1,8 @@
 """A convolution saves its weight itself: backward reads the memory that the weight has then, so it must be there."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 from torch import nn
@@ -136,3 +139,78 @@ def test_a_node_that_accumulates_gradients_does_not_hold_memory(is_hooked, tmp_p
             node.register_hook(lambda *_: None)
     enable(model, "all", tmp_path)
     assert {type(layer.weight) for layer in model} == {MovedParameter}
+
+
+class Changed(nn.Module):
+    """Saves a parameter that an operator has changed in place: it is a result of the graph, and no leaf."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.states = []
+
+    def forward(self, x):
+        state = nn.Parameter(torch.zeros(8), requires_grad=False)
+        self.states.append(weakref.ref(state))
+        state.copy_(self.layer(x)).tanh_()
+        return state * 2
+
+
+def test_a_parameter_that_is_a_result_does_not_hold_its_own_graph(tmp_path):
+    model = Changed()
+    enable(model, "all", tmp_path, n_tensors=-1, min_tensor_bytes=1)
+    for _ in range(3):
+        model(torch.ones(8))
+    gc.collect()
+    assert [each() for each in model.states] == [None] * 3
+
+
+class Nested(nn.Module):
+    def __init__(self):
+        super().__init__()
+        rows = [torch.ones(2, 3), 2 * torch.ones(3, 3)]
+        self.rows = nn.Parameter(torch.nested.as_nested_tensor(rows, layout=torch.strided))
+
+    def forward(self, x):
+        return (self.rows * self.rows).to_padded_tensor(0.0).sum() * x
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+@pytest.mark.parametrize("parameters", ["all", "frozen"])
+def test_a_nested_parameter_is_saved_as_without(parameters, tmp_path):
+    found = []
+    for folder in (None, tmp_path):
+        model = Nested()
+        if folder is not None:
+            enable(model, parameters, folder, n_tensors=-1, min_tensor_bytes=1)
+        model(torch.ones(())).backward()
+        found.append(model.rows.grad.to_padded_tensor(0.0))
+    assert torch.equal(*found)
+
+
+class Conjugated(nn.Module):
+    def __init__(self):
+        super().__init__()
+        first, second = (torch.randn(4, 4, dtype=torch.complex64) for _ in range(2))
+        self.conjugated = nn.Parameter(first.conj())
+        self.negated = nn.Parameter(torch._neg_view(second))
+
+    def forward(self, x):
+        return (x @ self.conjugated @ self.negated).abs().square().sum()
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_parameter_that_is_conjugated_or_negated_lazily_stays(frozen, tmp_path):
+    found = []
+    for folder in (None, tmp_path):
+        torch.manual_seed(0)
+        model = Conjugated().requires_grad_(not frozen)
+        x = torch.randn(4, 4, dtype=torch.complex64).requires_grad_()
+        if folder is not None:
+            enable(model, "frozen" if frozen else "all", folder, min_tensor_bytes=1)
+        for _ in range(2):
+            loss = model(x)
+            loss.backward()
+        found.append([loss.detach(), *gradients(model, x)])
+        assert {type(each) for each in model.parameters()} == {nn.Parameter}
+    assert all(map(torch.equal, *found))
