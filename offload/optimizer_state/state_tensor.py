@@ -12,7 +12,7 @@ from offload import _core
 from offload.runtime.engine import Engine, has_storage
 from offload.torch_compat.holders import is_in_shared_memory
 from offload.torch_compat.optimizers import nan_like
-from offload.torch_compat.tensors import has_own_bytes, local_of, sharded_like
+from offload.torch_compat.tensors import has_own_bytes, is_read_lazily, local_of, sharded_like
 
 __all__ = ["StateTensor", "cloned", "is_movable", "is_replaceable", "largest_state_bytes", "replacement_of"]
 
@@ -28,6 +28,7 @@ def is_movable(value: object, device: torch.device, min_nbytes: int) -> bool:
         and (local := local_of(value)).device == device
         and local.nbytes >= min_nbytes
         and (local.is_floating_point() or local.is_complex())
+        and not is_read_lazily(local)
     )
 
 

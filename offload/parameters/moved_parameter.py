@@ -35,7 +35,7 @@ from offload.torch_compat.overrides import (
     requires_grad_of,
     writes_without_version,
 )
-from offload.torch_compat.tensors import has_default_strides, has_own_bytes
+from offload.torch_compat.tensors import has_default_strides, has_own_bytes, is_read_lazily
 
 if TYPE_CHECKING:
     from offload.parameters.stored_parameter import StoredParameter
@@ -95,7 +95,7 @@ def is_movable(parameter: Tensor, device: torch.device, min_nbytes: int, *, also
     """Return whether a parameter is of a kind that can leave memory: large and strided. It may have either class.
 
     While a parameter is away, code that torch cannot intercept reads NaN. So only floating-point and complex parameters
-    can leave. Those that are conjugated or negated lazily stay: their memory has other values than they have.
+    can leave. Those that are conjugated or negated lazily stay, and those that are empty.
     """
     if parameter.layout is not torch.strided or parameter.is_nested:
         return False
@@ -103,9 +103,9 @@ def is_movable(parameter: Tensor, device: torch.device, min_nbytes: int, *, also
     return (
         gradient_allows_leaving(parameter, plain, also_trained=also_trained)
         and plain.device == device
-        and plain.nbytes >= min_nbytes
+        and plain.nbytes >= max(min_nbytes, 1)
         and (plain.is_floating_point() or plain.is_complex())
-        and not (plain.is_inference() or is_in_shared_memory(plain) or plain.is_conj() or plain.is_neg())
+        and not (plain.is_inference() or is_in_shared_memory(plain) or is_read_lazily(plain))
         and has_own_bytes(plain)
     )
 

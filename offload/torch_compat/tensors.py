@@ -25,6 +25,7 @@ __all__ = [
     "has_default_strides",
     "has_own_bytes",
     "is_local_held",
+    "is_read_lazily",
     "local_of",
     "no_torch_function",
     "raise_changed",
@@ -78,6 +79,11 @@ def has_own_bytes(tensor: torch.Tensor) -> bool:
     with a symbol in it.
     """
     return not (tensor._is_zerotensor() or _is_wrapped(tensor) or tensor.is_nested)
+
+
+def is_read_lazily(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is conjugated or negated when it is read, so that its memory has other values."""
+    return tensor.is_conj() or tensor.is_neg()
 
 
 def shapes_in_nested(tensor: torch.Tensor) -> list[tuple[int, ...]]:

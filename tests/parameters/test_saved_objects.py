@@ -214,3 +214,20 @@ def test_a_parameter_that_is_conjugated_or_negated_lazily_stays(frozen, tmp_path
         found.append([loss.detach(), *gradients(model, x)])
         assert {type(each) for each in model.parameters()} == {nn.Parameter}
     assert all(map(torch.equal, *found))
+
+
+@pytest.mark.parametrize("parameters", ["all", "frozen"])
+def test_a_parameter_that_is_emptied_becomes_an_ordinary_one(parameters, tmp_path):
+    """As programs do that no longer use a layer."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    model[1].requires_grad_(parameters == "all")
+    enable(model, parameters, tmp_path, n_tensors=-1, min_tensor_bytes=1)
+    model(torch.ones(2, 8)).sum().backward()
+    assert type(model[1].weight) is MovedParameter
+    model[1].weight.data = torch.empty(0)
+    model[1].forward = lambda x: x
+    for _ in range(2):
+        model(torch.ones(2, 8)).sum().backward()
+    assert type(model[1].weight) is nn.Parameter
+    assert {name: each.numel() for name, each in model.state_dict().items()}["1.weight"] == 0
+    offload.disable(model)
