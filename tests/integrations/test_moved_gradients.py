@@ -8,6 +8,7 @@ from frameworks import ONE_WAY, need
 from optimizer_rig import accelerate_run, everything, lightning_run, peft_run, transformers_run, trl_runs, words
 from optimizer_state.loops import LOOPS, STEPS
 from optimizer_state.state_rig import assert_equal
+from process_group import destroy_process_group
 from torch.nn.parallel import DistributedDataParallel
 
 from offload.optimizer_state import mover
@@ -126,7 +127,7 @@ def test_gradients_of_several_processes_stay(kind, tmp_path):
                 optimizer.step()
             found = [[local_of(p).clone() for p in model.parameters()], states(optimizer)]
         finally:
-            torch.distributed.destroy_process_group()
+            destroy_process_group()
         return found, handle
 
     expected, _ = train(False)

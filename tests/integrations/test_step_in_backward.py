@@ -8,6 +8,7 @@ from frameworks import ONE_WAY, need
 from optimizer_rig import accelerate_run, everything, lightning_run, peft_run, transformers_run, trl_runs, words
 from optimizer_state import loops
 from optimizer_state.state_rig import assert_equal
+from process_group import destroy_process_group
 from torch.nn.parallel import DistributedDataParallel
 
 import offload
@@ -188,4 +189,4 @@ def test_gradients_that_processes_reduce(which):
         with pytest.raises(ValueError, match="a process group is initialized, and gradients"):
             offload.enable(inner if which == "the model in it" else model, optimizer=optimizer, **ON)
     finally:
-        torch.distributed.destroy_process_group()
+        destroy_process_group()
