@@ -115,9 +115,7 @@ def test_each_kind_of_work_is_noted(name, monkeypatch):
         return result
 
     monkeypatch.setattr(f"offload.{name}", watched)
-    link = Link(
-        1e6, 1e6
-    )  # so slow that swapping takes longer than computing, also on a loaded machine: a trial follows
+    link = Link(1e6, 1e6)  # swapping takes longer than computing, also on a loaded machine: a trial step follows
     monkeypatch.setattr("offload.control.own_copies.OwnCopies.link", lambda copies, measured: link)
     model = make(0)
     with offload.enable(model, **KNOBS, preset="smallest"):

@@ -19,7 +19,7 @@ from offload.parameters.read_ahead import ReadAhead
 from offload.parameters.saved_parameter import SavedParameter, SavedView
 from offload.torch_compat.autograd import innermost_hooks, is_script_tracing
 from offload.torch_compat.overrides import alias_of, requires_grad_of, storage_of, unseen
-from offload.torch_compat.tensors import storage_identity
+from offload.torch_compat.tensors import is_read_lazily, storage_identity
 
 if TYPE_CHECKING:
     from offload.parameters.stored_parameter import StoredParameter
@@ -236,7 +236,7 @@ class Window:
         reference = self.present.get(identity) or self.placeholders.get(identity)
         record = reference() if reference is not None else None
         parameter = record.parameter() if record is not None else None
-        if record is None or parameter is None or tensor.is_conj() or tensor.is_neg():
+        if record is None or parameter is None or is_read_lazily(tensor):
             return None
         if stands_for_object(tensor):
             return SavedParameter(parameter)
