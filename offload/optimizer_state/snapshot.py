@@ -18,7 +18,7 @@ from torch import Tensor
 
 from offload.options import FREE_DISK_BYTES_MIN, free_disk_bytes, is_in_memory
 from offload.torch_compat.borrowed_memory import storage_over
-from offload.torch_compat.tensors import local_of, sharded_like
+from offload.torch_compat.tensors import is_read_lazily, local_of, sharded_like
 
 __all__ = ["Snapshot"]
 
@@ -108,7 +108,7 @@ def _is_dense(tensor: Tensor) -> bool:
 
     False for a lazily conjugated or negated view: its memory holds other values.
     """
-    if tensor.is_conj() or tensor.is_neg():
+    if is_read_lazily(tensor):
         return False
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):

@@ -22,6 +22,7 @@ from offload.runtime.engine import Engine
 from offload.runtime.recomputed_storage import RecomputedStorage, StorageKey
 from offload.runtime.schedule import Schedule
 from offload.runtime.weak import weak_callback
+from offload.torch_compat.tensors import is_read_lazily
 
 # The record of a swapped or dropped storage, which graph nodes hold.
 Slot = SwappedStorage | RecomputedStorage
@@ -136,7 +137,7 @@ class DroppedTensors(Recording):
             self._open(recorder, index)
         # If an operator that was called with the mode on packs a lazily conjugated tensor, it dispatches to Python once
         # more after this hook, which fails in torch if the mode is off then.
-        is_lazy = tensor.is_conj() or tensor.is_neg()
+        is_lazy = is_read_lazily(tensor)
         if (self._is_open and not self._is_abandoned) or (self._was_on and is_lazy):
             recorder.resume()
 
