@@ -33,6 +33,7 @@ from offload.torch_compat.overrides import (
     alias_of,
     call_without_overrides,
     requires_grad_of,
+    unseen,
     writes_without_version,
 )
 from offload.torch_compat.tensors import has_default_strides, has_own_bytes, is_read_lazily
@@ -132,9 +133,17 @@ def stands_for_object(tensor: Tensor) -> bool:
 
 
 def _stand_in(parameter: Tensor) -> Tensor:
+    """Return a tensor that a function gets instead of a parameter. Views of it require gradients as those of it do."""
     alias = alias_of(parameter)
+    if requires_grad_of(parameter) and not torch.is_grad_enabled():
+        alias = unseen(_view_of_trained, alias)
     alias.__dict__["_offload_stands_in"] = True
     return alias
+
+
+def _view_of_trained(alias: Tensor) -> Tensor:
+    # A view, because autocast keeps what it converts of a leaf that is none, as long as the program is in autocast.
+    return alias.requires_grad_().view_as(alias)
 
 
 def _accessed(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -136,5 +136,5 @@ def test_a_layer_that_is_unfrozen(given, tmp_path):
 @pytest.mark.parametrize("call", [by_grad, by_its_own_backward, by_hooks])  # not every torch asks in the other
 def test_without_the_list_of_these_calls_it_is_missed(call, tmp_path, monkeypatch):
     monkeypatch.setattr(moved_parameter, "USES_THE_GRAPH", frozenset())
-    with pytest.raises(RuntimeError, match=r"requires?[_ ]grad"):
+    with pytest.raises((RuntimeError, AttributeError), match=r"to not have been used|NoneType|on non-leaf tensors"):
         called(call, tmp_path)

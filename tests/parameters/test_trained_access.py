@@ -9,6 +9,7 @@ import threading
 
 import pytest
 import torch
+from live_bytes import Peak
 from parameters.frozen_rig import STEPS, WIDTH, assert_away, assert_equal, batch, loss_of
 from parameters.test_frozen_access import SCENARIOS as FROZEN
 from parameters.test_frozen_access import Product
@@ -238,6 +239,25 @@ def where_hooks_are_forbidden(run, check):
 
 
 @scenario
+def views_without_a_graph(run, check):
+    """They require gradients as the parameter does, but it gets none from them."""
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            weight = run.model.first.weight
+            views = [weight.view(-1), weight[0], weight.t(), *weight.chunk(2), weight.float(), weight.detach()]
+            results = [weight * 2, weight.double(), weight.view(torch.int32)]
+            traits = [(each.requires_grad, each.is_leaf, each._is_view()) for each in views + results]
+        check(torch.tensor(traits), *views)
+        del views
+    with torch.no_grad():
+        view = run.model.first.weight.view(-1)
+    (view * 2).sum().backward()
+    assert run.model.first.weight.grad is None
+    with pytest.raises(RuntimeError, match="inplace with grad mode enabled"):
+        view.mul_(2)
+
+
+@scenario
 def other_memory_in_its_place(run, check):
     run.model.first.weight.data = torch.ones(WIDTH, WIDTH) / 10
     check(*run.train(2))
@@ -369,6 +389,17 @@ def test_a_penalty_on_all_of_it_holds_little_at_a_time(tmp_path):
     assert_away(run.model)
     penalty.backward()
     assert_equal([each.grad for each in run.model.parameters()], [2 * each.detach() for each in run.model.parameters()])
+
+
+def test_autocast_keeps_no_conversion_of_a_tensor_that_stands_for_a_parameter(tmp_path):
+    """The parameter is another such tensor in each call, so each call would add a conversion."""
+    run, peak = Run(tmp_path, "chunks", n_tensors=0), Peak()
+    x, weight = batch(0), run.model.first.weight
+    with peak.watch(), torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        for _ in range(20):
+            F.linear(x, weight)
+    converted = weight.nbytes // 2
+    assert converted <= peak.nbytes < 10 * converted
 
 
 def test_a_state_dict_leaves_the_class_to_other_threads(tmp_path):
