@@ -165,6 +165,7 @@ class StoredGradient:
         if self._stored is None:
             multiply(self.tensor, factor)
         else:
+            multiply(self._like, factor)  # it is empty: this only raises torch's error for a factor that does not fit
             self._scales.append((multiply, factor))
         return True
 

@@ -97,6 +97,20 @@ def scaled_by_a_number_that_changes(model):
 
 
 @use
+def refused_factors(model):
+    """Torch's error comes at once, and the gradient stays as it was."""
+    for factor in (1j, torch.tensor(1j)):
+        for p in model.parameters():
+            try:
+                p.grad.mul_(factor)
+            except RuntimeError as error:
+                assert "can't be cast to" in str(error)
+            else:
+                raise AssertionError(f"a gradient times {factor}")
+    return [p.grad.clone() for p in model.parameters()]
+
+
+@use
 def written_through_a_view(model):
     for p in model.parameters():
         p.grad.view(-1)[:3] = 1.0
