@@ -76,13 +76,18 @@ def same_script_table(content: Mapping[str, Any]) -> Table:
             mark,
         ]
         rows.append(Row(f"same script, {malloc} / {name}", cells, mark))
+    is_anew = content.get("anew", True)  # results of before each training began with those before it
+    begins = (
+        "begins without what earlier ones have measured" if is_anew else "begins with what those before it measured"
+    )
     note = (
         f"The {NETWORKS.get(content['family'], content['family'])} with default settings, each time in a new process "
-        f"(with {malloc}) that measures the link itself, in turn with plain steps. The other program computes on one "
+        f"(with {malloc}) that {begins}, in turn with plain steps. The other program computes on one "
         "processor, beside plain steps too. *Spread*: from the least to the most memory, relative to the median. The "
         f"target: at most {SPREAD_MAX:.0%}, and the slowdown is kept within 1 % of noise."
     )
-    return Table(f"The same script again, {malloc}", columns, rows, content["machine"], note=note, page="targets")
+    title = "The same script, each run anew" if is_anew else "The same script again"
+    return Table(f"{title}, {malloc}", columns, rows, content["machine"], note=note, page="targets")
 
 
 def memory_noise_table(content: Mapping[str, Any]) -> Table:

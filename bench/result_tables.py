@@ -98,7 +98,7 @@ def read(path: Path) -> list[Table]:
         return [memory_noise_table(content) if is_repeated else slowdown_table(content)]
     if content.get("format") == "offload-sweep/1":
         return [sweep_table(content)]
-    if content.get("format") == "offload-same-script/1":
+    if content.get("format") in ("offload-same-script/1", "offload-same-script/2"):
         return [same_script_table(content)]
     if content.get("format") == "offload-mallocs/1":
         return [mallocs_table(content)]

@@ -28,6 +28,8 @@ import pytest
 gc.disable()  # while modules are imported and tests collected; on again in pytest_runtestloop
 # The tensors here are small: a second thread would only spin, and keep the copies and the next process waiting.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Each test's searches begin anew: what one has measured must not change the plans of another.
+os.environ["OFFLOAD_SEARCH_ANEW"] = "1"
 
 import torch  # noqa: E402
 

@@ -27,6 +27,7 @@ def rows_of(results: Path, tmp_path: Path) -> dict[str, list[str]]:
     return {cells[0].strip(): [cell.strip() for cell in cells[1:]] for cells in lines[1:]}
 
 
+@pytest.mark.parametrize("is_anew", [False, True])
 @pytest.mark.parametrize(
     ("runs", "marked"),
     [
@@ -37,15 +38,17 @@ def rows_of(results: Path, tmp_path: Path) -> dict[str, list[str]]:
     ],
 )
 def test_memory_that_varies_and_slowdowns_that_are_not_kept_are_marked(
-    runs: list[dict[str, Any]], marked: set[str], tmp_path: Path
+    runs: list[dict[str, Any]], marked: set[str], is_anew: bool, tmp_path: Path
 ) -> None:
     results = tmp_path / "same.json"
-    content = {"format": "offload-same-script/1", "machine": {"processor": "test"}, "family": "gpt", "runs": runs}
+    content = {"format": "offload-same-script/2", "machine": {"processor": "test"}, "family": "gpt", "runs": runs}
+    content["anew"] = is_anew
     results.write_text(json.dumps(content), encoding="utf-8")
     rows = rows_of(results, tmp_path)
     assert {name for name, cells in rows.items() if cells[-1] == "not reached"} == marked
     assert rows[f"all {len(runs)}"][0] == "bit-equal"
-    assert "The same script again, glibc" in (tmp_path / "page.md").read_text(encoding="utf-8")
+    title = "The same script, each run anew, glibc" if is_anew else "The same script again, glibc"
+    assert title in (tmp_path / "page.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.full

@@ -24,7 +24,7 @@ from faults.inject import inject_fault
 import offload
 from offload import _core
 from offload.devices import processor_use
-from offload.profiling import calibration, link_measurement
+from offload.profiling import cache_files, calibration, link_measurement
 from offload.profiling.calibration import Calibration, calibrate, measure_link
 from offload.profiling.model_state import HeldBytes
 from offload.profiling.profiler import Profile
@@ -248,8 +248,8 @@ def test_another_tier_is_another_entry(tmp_path: Path) -> None:
 def test_another_environment_is_another_entry(of: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store, spill_dir = make_store("direct", tmp_path)
     calibrate(store, CPU, spill_dir, cache_dir=tmp_path / "cache")
-    here = calibration._environment()
-    monkeypatch.setattr(calibration, "_environment", lambda: {**here, of: "another"})
+    here = cache_files.environment()
+    monkeypatch.setattr(calibration, "environment", lambda: {**here, of: "another"})
     copies = store.stats()["out_copies"]
     calibrate(store, CPU, spill_dir, cache_dir=tmp_path / "cache")
     assert store.stats()["out_copies"] > copies

@@ -103,7 +103,9 @@ def test_what_happens_between_steps_disturbs_none():
         assert len(controller.main.step_seconds) == LIMITS.measurements_before_judging
 
 
-@pytest.mark.parametrize("name", ["handle.measure_link", "control.promise.wanted_plan", "control.trials.Trials._enter"])
+@pytest.mark.parametrize(
+    "name", ["handle.measure_link", "control.next_plan.wanted_plan", "control.trials.Trials._enter"]
+)
 def test_each_kind_of_work_is_noted(name, monkeypatch):
     """A measurement of copies, a plan, and a trial step."""
     work, noted = pkgutil.resolve_name(f"offload.{name}"), []

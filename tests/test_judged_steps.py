@@ -10,6 +10,7 @@ from test_plan_search import STEPS, machine
 
 from offload.control import measured_slowdown, plan_search
 from offload.control.limits import LIMITS
+from offload.control.next_plan import goes_too_far, is_worth_trying
 from offload.control.plan_search import PlanSearch
 from offload.control.planned_step import PlannedStep
 from offload.control.step_cost import StepCost
@@ -354,7 +355,7 @@ def test_the_more_steps_vary_the_further_below_the_promise_the_next_plan_aims(er
 def test_a_plan_goes_too_far_if_it_is_predicted_to_be_too_slow(last, unexplained_seconds, predicted, too_far):
     search = PlanSearch(LIMITS, tried=[replace(tried(500, last), unexplained_seconds=unexplained_seconds)])
     plan = SimpleNamespace(expected_seconds=predicted, compute_seconds=1.0)
-    assert search.goes_too_far(plan, ALLOWED) == too_far
+    assert goes_too_far(plan, search.tried[-1], ALLOWED) == too_far
 
 
 @pytest.mark.parametrize(
@@ -364,4 +365,4 @@ def test_a_plan_goes_too_far_if_it_is_predicted_to_be_too_slow(last, unexplained
 def test_a_plan_is_worth_trying_if_it_needs_less_memory_or_alone_is_worth_its_hooks(last_bytes, bytes_saved, worth):
     search = PlanSearch(replace(LIMITS, worth_bytes=1), tried=[tried(last_bytes, 0.01)])
     plan = SimpleNamespace(unswapped_peak_bytes=1000, peak_bytes=1000 - bytes_saved)
-    assert search.is_worth_trying(plan) == worth
+    assert is_worth_trying(plan, search.tried[-1].plan, search.limits) == worth

@@ -26,6 +26,7 @@ from offload.units import format_bytes
 
 ALLOWED = 0.05
 PEAK = 1000
+GAIN = 10
 SOON = replace(LIMITS, remeasure_steps=45)
 NEVER = replace(SOON, remeasure_gain=inf)
 WORTH = replace(LIMITS, worth_hooks=0.05, worth_bytes=0)
@@ -63,17 +64,17 @@ def tried(peak_bytes, slowdown, error):
 )
 def test_the_plan_with_the_largest_expected_gain_is_chosen(plans, chosen):
     rows = [tried(*each) for each in plans]
-    found = most_promising(rows, plan_of(900), ALLOWED, WORTH)
+    found = most_promising(rows, plan_of(900), ALLOWED, GAIN, WORTH)
     assert found is (rows[chosen] if chosen is not None else None)
 
 
 def test_a_plan_whose_peak_cannot_be_compared_or_that_is_not_worth_its_hooks_is_not_chosen():
     row, little = tried(500, 0.04, 0.02), tried(965, 0.04, 0.02)
-    assert most_promising([row], plan_of(900), ALLOWED, WORTH) is row
-    assert most_promising([row], plan_of(900, PEAK + 1), ALLOWED, WORTH) is None  # more memory is in use now
-    assert most_promising([row], plan_of(900, state="other state"), ALLOWED, WORTH) is None
-    assert most_promising([little], plan_of(PEAK), ALLOWED, WORTH) is None
-    assert most_promising([little], plan_of(PEAK), ALLOWED, replace(WORTH, worth_hooks=0.03)) is little
+    assert most_promising([row], plan_of(900), ALLOWED, GAIN, WORTH) is row
+    assert most_promising([row], plan_of(900, PEAK + 1), ALLOWED, GAIN, WORTH) is None  # more memory is in use now
+    assert most_promising([row], plan_of(900, state="other state"), ALLOWED, GAIN, WORTH) is None
+    assert most_promising([little], plan_of(PEAK), ALLOWED, GAIN, WORTH) is None
+    assert most_promising([little], plan_of(PEAK), ALLOWED, GAIN, replace(WORTH, worth_hooks=0.03)) is little
 
 
 def test_two_measurements_count_by_their_steps():

@@ -54,6 +54,11 @@ class PlanSearch:
         How often the steps of the present plan have been measured again.
     tried
         Plans that have been judged, in the order of judging.
+    earlier
+        Plans that an earlier training has judged (`earlier_search.py`). They are added to `tried` with the first
+        judgement.
+    is_anew
+        Whether the search has begun again, because steps were too slow: then nothing of earlier trainings counts.
     expected_byte_seconds
         Seconds by which each copied byte slows the computation, as the first plan of this search assumes; None before
         that plan is judged.
@@ -79,6 +84,8 @@ class PlanSearch:
     reference_node_seconds: list[float] | None = None
     repeats: int = 0
     tried: list[TriedPlan] = field(default_factory=list)
+    earlier: list[TriedPlan] = field(default_factory=list)
+    is_anew: bool = False
     expected_byte_seconds: float | None = None
     byte_seconds: float = 0.0
     recompute_byte_seconds: float = 0.0
@@ -94,7 +101,7 @@ class PlanSearch:
     @property
     def pairs_max(self) -> int:
         """How many steps of the present plan, and as many reference steps, are judged at most."""
-        return self.limits.judged_steps if self.tried else self.limits.judged_steps_max
+        return self.limits.judged_steps if self.tried or self.earlier else self.limits.judged_steps_max
 
     @property
     def is_shared(self) -> bool:
@@ -170,6 +177,8 @@ class PlanSearch:
         self.plan_before = None
         self.expected_byte_seconds = None
         self.tried.clear()
+        self.earlier = []
+        self.is_anew = True
         self.watch = Watch(self.limits)
         self.steps = 0
 
@@ -204,7 +213,7 @@ class PlanSearch:
     def wanted_peak(self, max_slowdown: float) -> int:
         """Return the bytes that the next plan is to need at its peak. Must be called after the first plan was judged.
 
-        If that plan is predicted to be too slow (`goes_too_far`), another one is made.
+        If that plan is predicted to be too slow (`next_plan.goes_too_far`), another one is made.
 
         `_likely_saved` estimates the bytes saved by a plan that uses most of `max_slowdown`. A measurement may be far
         off, so the estimate is bounded. If one plan kept `max_slowdown` and another, which saves more bytes, did not,
@@ -279,7 +288,8 @@ class PlanSearch:
             estimated slowdown exceeds the limit, or is far below it (`Limits.margins_before_keeping`), or there are
             exactly `judged_steps` of each kind; (5) this plan has not been judged before. After `pairs_max` steps of
             each kind, the plan is judged in any case. If it has been judged before, by reference steps of the same
-            kind, both measurements count.
+            kind, both measurements count; if that was in an earlier training, only if the plan is not clearly slower
+            than the limit in this one.
         keeps_all
             Whether the reference steps keep every tensor.
         """
@@ -291,11 +301,15 @@ class PlanSearch:
         explained -= assumed_seconds(plan, self.recompute_byte_seconds)
         rest = taken - compute - explained
         own = TriedPlan(plan, taken / compute - 1, nan, deviation, count, compute, rest, keeps_all=keeps_all)
-        earlier = self.judged(plan)
-        others = [each for each in self.tried if each is not earlier]
+        known = self.tried or self.earlier
+        earlier = _same(plan, known)
+        others = [each for each in known if each is not earlier]
+        deviations = [each.deviation for each in others]
         if earlier is not None and earlier.keeps_all == keeps_all:
-            own = own.pooled_with(earlier)
-        error = standard_error(own.deviation, own.reference_steps, [each.deviation for each in others], self.limits)
+            alone = own.measured - standard_error(own.deviation, count, deviations, self.limits)
+            # In this training the plan may be clearly too slow, whatever an earlier one has measured.
+            own = own.pooled_with(earlier) if self.tried or alone <= max_slowdown else own
+        error = standard_error(own.deviation, own.reference_steps, deviations, self.limits)
         own = replace(own, measured_error=error)
         expected = self.expected_byte_seconds
         expected = plan.link.byte_seconds if expected is None else expected
@@ -317,15 +331,6 @@ class PlanSearch:
         planned, references = ([cost.nodes for cost in costs] for costs in (steps, self.references))
         self.reference_node_seconds = computed_nodes(planned, references, self.waits).tolist()
         return own.slowdown
-
-    def may_keep(self, max_slowdown: float, saved_bytes: int) -> bool:
-        """Return whether a plan that saves `saved_bytes` may keep the promise, judged by the last plan.
-
-        It may if the last plan kept it; or if the last plan's slowdown, scaled by the bytes saved, is at most
-        `max_slowdown`.
-        """
-        last = self.tried[-1]
-        return last.slowdown_max <= max_slowdown or saved_bytes * last.slowdown_max <= max_slowdown * last.saved_bytes
 
     def reason_to_move(self, max_slowdown: float, least_peak_bytes: int) -> str | None:
         """Return why to try another plan; None if the search may end.
@@ -363,38 +368,17 @@ class PlanSearch:
             return f"steps were only {last.in_words} slower than without swapping"
         return None
 
-    def is_new(self, plan: Plan) -> bool:
-        """Return whether the plan moves tensors, and no judged plan moves the same tensors at the same nodes."""
-        moves = plan.swaps, plan.recomputes
-        return any(moves) and all(moves != (each.plan.swaps, each.plan.recomputes) for each in self.tried)
-
-    def goes_too_far(self, plan: Plan, max_slowdown: float) -> bool:
-        """Return whether the last plan kept `max_slowdown`, but this one is predicted to exceed it.
-
-        `_likely_saved` assumes that the slowdown grows with the bytes saved. But near the least memory, steps also wait
-        for copies. The prediction includes these waits. If more was predicted for the last plan than was measured, the
-        difference is subtracted.
-        """
-        last = self.tried[-1]
-        seconds = plan.expected_seconds - max(0.0, -last.unexplained_seconds)
-        return last.slowdown_max <= max_slowdown and seconds > (1 + max_slowdown) * plan.compute_seconds
-
-    def is_worth_trying(self, plan: Plan) -> bool:
-        """Return whether the plan needs over `peak_step` less memory than the last one, or alone is worth its hooks."""
-        last, limits = self.tried[-1].plan, self.limits
-        if plan.peak_bytes < (1 - limits.peak_step) * last.peak_bytes:
-            return True
-        worth, last_worth = (limits.is_worth_hooks(each.peak_bytes, each.unswapped_peak_bytes) for each in (plan, last))
-        return worth and not last_worth
-
     def judged(self, plan: Plan | None) -> TriedPlan | None:
         """Return what is known of a plan that moves the same tensors at the same nodes; None if it was not judged."""
-        if plan is None:
-            return None
-        moves = plan.swaps, plan.recomputes
-        return next((each for each in self.tried if moves == (each.plan.swaps, each.plan.recomputes)), None)
+        return None if plan is None else _same(plan, self.tried)
 
     def best(self, max_slowdown: float) -> Plan | None:
         """Return the plan of least memory among those that kept the promise; None if none did."""
         kept = [each for each in self.tried if each.slowdown_max <= max_slowdown]
         return min(kept, key=lambda each: each.plan.peak_bytes).plan if kept else None
+
+
+def _same(plan: Plan, tried: Sequence[TriedPlan]) -> TriedPlan | None:
+    """Return what was measured of a plan that moves the same tensors at the same nodes."""
+    moves = plan.swaps, plan.recomputes
+    return next((each for each in tried if moves == (each.plan.swaps, each.plan.recomputes)), None)

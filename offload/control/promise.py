@@ -11,20 +11,21 @@ from functools import partial
 from math import ceil
 from statistics import median
 
+from offload.control.earlier_search import earlier_searches
 from offload.control.limits import Limits
+from offload.control.next_plan import next_plan
 from offload.control.own_copies import OwnCopies
 from offload.control.planned_step import PlannedStep
 from offload.control.search_end import last_plan
 from offload.control.state_plan import StatePlanner
 from offload.control.tried_plan import most_promising
-from offload.control.wanted_plan import wanted_plan
 from offload.devices.accelerator import Accelerator, driven_devices
 from offload.devices.allocator import release_free_memory
 from offload.devices.device import device_of
 from offload.devices.memory import free_bytes
 from offload.devices.processes import local_processes
-from offload.options import Options, device_bytes
-from offload.plan import Link, Plan, least_feasible_limit, make_plan
+from offload.options import Options
+from offload.plan import Link, Plan, least_feasible_limit
 from offload.plan.trace import Trace
 from offload.profiling.calibration import forget_disturbed
 from offload.runtime.counters import Counts
@@ -71,6 +72,7 @@ class SlowdownPromise:
         self._engine = engine
         self._on_cpu = engine.device.type == "cpu"
         self._plan_state = plan_state
+        self._earlier = earlier_searches(engine.device, options, limits)
         self._copies = copies
         self._reference: Stopwatch | None = None  # of the last reference step, until the next step begins
 
@@ -255,7 +257,8 @@ class SlowdownPromise:
         looks = search.watch.looks
         if (looks and looks[-1] > allowed) or not search.watch.is_remeasuring_due(planned.steps):
             return False
-        found = most_promising(search.tried, plan, allowed, self._limits)
+        gain_min = self._limits.remeasure_gain * plan.unswapped_peak_bytes
+        found = most_promising(search.tried, plan, allowed, gain_min, self._limits)
         if found is None:
             return False
         peaks = format_bytes(found.plan.peak_bytes), format_bytes(plan.peak_bytes)
@@ -337,43 +340,8 @@ class SlowdownPromise:
             release_free_memory()
 
     def _plan(self, planned: PlannedStep, trace: Trace) -> Plan:
-        options, search, allowed = self._options, planned.search, self._options.max_slowdown
-        held_bytes = planned.recipes.held_bytes(planned.recipes.recompute) if planned.recipes is not None else 0
-        make = partial(wanted_plan, trace, planned.link, limits=self._limits, held_bytes=held_bytes)
-        make = partial(make, device_bytes=device_bytes(self._engine.device))
-        if allowed is None:
-            return make(options=options)
-        step_seconds = sum(node.seconds for node in trace.nodes)
-        effort = self._limits.search_effort(step_seconds, len(trace.tensors), on_cpu=self._on_cpu)
-        search.is_settled = False
-        least = least_feasible_limit(trace)
-        kept = make_plan(trace, planned.link, ())
-        if options.memory_limit is None and not self._limits.is_worth_hooks(least, kept.peak_bytes):
-            search.is_settled = True  # no plan can save enough to be worth the time of its hooks
-            return kept
-        if search.tried:
-            peak = max(search.wanted_peak(allowed), least)
-            if options.memory_limit is not None:
-                peak = min(peak, options.memory_limit)
-            elif not self._limits.is_worth_hooks(peak, kept.peak_bytes):
-                peak = max(least, int(self._limits.worthwhile_peak(kept.peak_bytes)))
-                if not search.may_keep(allowed, kept.peak_bytes - peak):
-                    return self._end_search(planned)  # a plan that keeps the promise would save too little
-            plan = make(options=replace(options, max_slowdown=None, memory_limit=peak), effort=effort)
-            if search.goes_too_far(plan, allowed):
-                wanted = replace(options, max_slowdown=search.aim(allowed), memory_limit=None)
-                plan = make(options=wanted, effort=self._limits.halved(effort))
-                keeps_limit = options.memory_limit is None or plan.peak_bytes + held_bytes <= options.memory_limit
-                if not (keeps_limit and search.is_worth_trying(plan)):
-                    return self._end_search(planned)
-            # The search ends if this plan was tried already, or moves nothing.
-            return plan if search.is_new(plan) else self._end_search(planned)
-        plan = make(options=replace(options, max_slowdown=allowed), effort=effort)
-        if not (plan.swaps or plan.recomputes) and trace.tensors and planned.replans < self._limits.replans:
-            # No plan with a predicted slowdown within `max_slowdown` moves tensors. The actual one may be smaller.
-            wanted = replace(options, max_slowdown=self._limits.exploring * allowed)
-            return make(options=wanted, effort=self._limits.halved(effort))
-        return plan
+        plan = next_plan(planned, trace, self._options, self._limits, self._engine.device, self._earlier)
+        return self._end_search(planned) if plan is None else plan
 
     def _settle(self, planned: PlannedStep) -> None:
         """End the search, and follow the plan that it ends with."""
@@ -397,4 +365,6 @@ class SlowdownPromise:
             device.release_cached()
         plan = last_plan(planned, self._options, self._limits)
         search.plan_before, search.watch.ended_at = None, planned.steps
+        if self._earlier is not None:
+            self._earlier.keep(search, plan)
         return plan

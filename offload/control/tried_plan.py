@@ -123,18 +123,20 @@ def assumed_seconds(plan: Plan, byte_seconds: float) -> float:
     return slow.step_seconds - fast.step_seconds
 
 
-def most_promising(tried: Iterable[TriedPlan], plan: Plan, max_slowdown: float, limits: Limits) -> TriedPlan | None:
+def most_promising(
+    tried: Iterable[TriedPlan], plan: Plan, max_slowdown: float, gain_min: float, limits: Limits
+) -> TriedPlan | None:
     """Return the rejected plan that is most worth measuring again, in place of the present `plan`. None if none is.
 
     The *expected gain* is the memory that a rejected plan needs less than `plan`, multiplied by the probability that
     its slowdown is at most `max_slowdown`. (Its slowdown is assumed to be normally distributed, with the estimate as
     mean and its margin of error as standard deviation.) The plan with the largest expected gain is returned, if this is
-    at least `Limits.remeasure_gain` times the peak without swapping.
+    at least `gain_min` bytes.
 
     Plans that save too little are left out (`Limits.is_worth_hooks`); so are plans that were made for another amount of
     memory in use, or move other optimizer state, because their peaks cannot be compared.
     """
-    best, gain_max = None, limits.remeasure_gain * plan.unswapped_peak_bytes
+    best, gain_max = None, gain_min
     for each in tried:
         other = each.plan
         is_alike = (other.unswapped_peak_bytes, other.state) == (plan.unswapped_peak_bytes, plan.state)

@@ -5,14 +5,9 @@ The result gives the planner its link, and `offload doctor` prints it.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 import math
 import os
-import platform
-import sys
-import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
@@ -21,11 +16,12 @@ from typing import Any
 
 import torch
 
-from offload import __version__, _core
+from offload import _core
 from offload.devices.device import device_of
 from offload.devices.processor_use import used_by_others
 from offload.options import Options, free_disk_bytes
 from offload.plan import Link
+from offload.profiling.cache_files import cache_path, environment, load, save
 from offload.profiling.link_measurement import BLOCK_BYTES_MIN, BLOCKS_AT_A_TIME, measure
 from offload.runtime.disturbance import disturb
 from offload.runtime.stores import checks_every_byte, make_store, throttle
@@ -190,7 +186,7 @@ def calibrate(
     """
     block_bytes = _block_bytes(store, spill_dir, room_bytes)
     key = _machine_key(store, device, spill_dir, block_bytes)
-    path = _cache_path(key, cache_dir)
+    path = cache_path("link", key, cache_dir)
     if not fresh:
         cached = _of_this_process(path) or _load(path, key)
         if cached is not None:
@@ -277,8 +273,7 @@ def _block_bytes(store: _core.SwapStore, spill_dir: str, room_bytes: int | None)
 def _machine_key(store: _core.SwapStore, device: torch.device, spill_dir: str, block_bytes: int) -> dict[str, Any]:
     """Return the properties that identify a link: a cached result is used only if all of them are the same."""
     return {
-        "version": __version__,
-        **_environment(),
+        **environment(),
         "device": device_of(device).name(),
         "uuid": device_of(device).uuid(),
         "tier": "disk" if _is_direct(store) else "pinned RAM",
@@ -289,42 +284,10 @@ def _machine_key(store: _core.SwapStore, device: torch.device, spill_dir: str, b
     }
 
 
-def _environment() -> dict[str, Any]:
-    """Return the properties that distinguish this environment from others with the same cache folder."""
-    root = Path("/").stat()
-    return {
-        "host": platform.node(),
-        "boot": _boot_id(),  # device numbers are assigned anew at each boot
-        "root": [root.st_dev, root.st_ino],  # a container or a chroot has its own, even with the same name and prefix
-        "prefix": sys.prefix,
-    }
-
-
-def _boot_id() -> str:
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    except OSError:
-        return ""
-
-
-def _cache_path(key: dict[str, Any], cache_dir: str | os.PathLike[str] | None) -> Path:
-    if cache_dir is None:
-        home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")  # noqa: PTH111 (never raises)
-        cache_dir = Path(home) / "offload"
-    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
-    return Path(cache_dir) / f"link-{digest[:16]}.json"
-
-
 def _load(path: Path, key: dict[str, Any]) -> Calibration | None:
     try:
-        if time.time() - path.stat().st_mtime > KEPT_SECONDS_MAX:
-            return None
-        cached = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(cached, dict) or cached.get("key") != key:
-            raise ValueError("it belongs to another environment, device, spill folder or version of offload")
-        return Calibration.from_dict(cached.get("calibration", {}))
-    except FileNotFoundError:
-        return None
+        cached = load(path, key, KEPT_SECONDS_MAX)
+        return None if cached is None else Calibration.from_dict(cached.get("calibration", {}))
     except (OSError, ValueError) as error:  # malformed JSON and malformed text are ValueErrors too
         log.info("cannot use %s, so the link is measured anew: %s", path, error)
         return None
@@ -332,14 +295,6 @@ def _load(path: Path, key: dict[str, Any]) -> Calibration | None:
 
 def _save(path: Path, key: dict[str, Any], found: Calibration) -> None:
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".part")
-        try:
-            with os.fdopen(descriptor, "w", encoding="utf-8") as part:
-                json.dump({"key": key, "calibration": found.to_dict()}, part, indent=1)
-            Path(name).replace(path)
-        except BaseException:
-            Path(name).unlink(missing_ok=True)
-            raise
+        save(path, key, {"calibration": found.to_dict()})
     except OSError as error:
         log.info("the measured link is not cached, so the next process measures it again: %s", error)
