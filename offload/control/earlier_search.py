@@ -34,6 +34,7 @@ __all__ = ["EarlierSearch", "EarlierSearches", "earlier_searches"]
 log = logging.getLogger("offload")
 
 KEPT_SECONDS_MAX = 7 * 86400.0
+_PLANS_MAX = 8  # of the latest plans; with each training the search knows more
 _FIGURES = ("measured", "deviation", "compute_seconds", "unexplained_seconds", "slowdown", "error")
 
 
@@ -95,11 +96,13 @@ class EarlierSearches:
 
     def keep(self, search: PlanSearch, plan: Plan) -> None:
         """Write what a search that has ended with `plan` has measured, unless other programs shared the processor."""
-        tried = search.tried
+        ended_with = search.judged(plan)
+        tried = search.tried[-_PLANS_MAX:]
+        if ended_with is not None and ended_with not in tried:
+            tried = [ended_with, *tried]
         if search.is_shared or not tried or any(each.plan.state is not None for each in tried):
             return
         key = self._key(plan.trace)
-        ended_with = search.judged(plan)
         number = None if ended_with is None else tried.index(ended_with)
         try:
             save(cache_path("search", key, self._folder), key, {"tried": [*map(_written, tried)], "plan": number})

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import enum
 import logging
+from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -25,7 +26,7 @@ from offload.control.planned_step import PlannedStep
 from offload.control.signature import Signature
 from offload.profiling.profiler import Profiler
 
-__all__ = ["Phase", "SignatureState", "larger_signature"]
+__all__ = ["Phase", "SignatureState", "SignatureStates", "larger_signature"]
 
 log = logging.getLogger("offload")
 
@@ -81,6 +82,34 @@ class SignatureState:
             )
         if self.deviations >= limit:
             self.enter(Phase.ON_DEMAND, "steps keep deviating from the recorded one")
+
+
+class SignatureStates(OrderedDict[object, SignatureState]):
+    """The states of all signatures, in order of use, latest last."""
+
+    def of(self, signature: object, limit: int) -> SignatureState:
+        """Return the state of a signature that is used now. Those unused for longest are discarded over `limit`."""
+        state = self.setdefault(signature, SignatureState())
+        self.move_to_end(signature)
+        while len(self) > limit:
+            oldest = self.popitem(last=False)[1]
+            if oldest.profiler is not None:
+                oldest.profiler.stop()
+        return state
+
+    def profilers(self) -> list[Profiler]:
+        """Return the profilers of recorded steps whose profiles have not been read."""
+        return [state.profiler for state in list(self.values()) if state.profiler is not None]
+
+    def may_move(self) -> bool:
+        """Return whether steps may move tensors: by a plan, or because no plan has been made."""
+        plans = [state.planned.plan for state in self.values() if state.planned is not None]
+        return not plans or any(plan is None or plan.swaps or plan.recomputes for plan in plans)
+
+    def main(self) -> PlannedStep | None:
+        """Return the `PlannedStep` with the largest number of steps; in a tie, the one used last."""
+        planned = [each.planned for each in reversed(self.values()) if each.planned is not None]
+        return max(planned, key=lambda each: each.steps, default=None)
 
 
 def larger_signature(

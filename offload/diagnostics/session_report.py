@@ -176,8 +176,9 @@ def _notes(enabled: EnabledModel) -> Iterator[str]:
     yield from enabled.fallbacks.notes()
     if isinstance(here.controller, PlanController) and not here.controller.knows_temporaries:
         yield (
-            "a step was profiled while another profiler ran or inside a backward pass, or left before its backward had "
-            "ended: its temporaries are unknown to the plan, and memory_limit does not count them"
+            "a step was profiled while another profiler ran, inside a backward pass or with its backward in another "
+            "thread, or left before its backward had ended: its temporaries are unknown to the plan, and memory_limit "
+            "does not count them"
         )
     if isinstance(here.controller, PlanController) and (why := here.controller.why_nothing_recomputed):
         yield f"nothing is recomputed: {why}"
@@ -187,6 +188,6 @@ def _notes(enabled: EnabledModel) -> Iterator[str]:
         count = counts.prefetches_without_memory
         yield f"{count} prefetches found no device memory; their tensors were loaded on demand"
     if here.options.spill_dir and is_in_memory(here.options.spill_dir):
-        yield f"{here.options.spill_dir} is in RAM (tmpfs): swapping there frees no memory; give spill_dir"
+        yield f"{here.options.spill_dir} is in RAM (tmpfs): swapping there frees no memory; give a spill_dir on a disk"
     if enabled.moved:
         yield enabled.moved

@@ -30,7 +30,7 @@ from offload.optimizer_state.state_in_turn import StateInTurn
 from offload.parameters.moved_parameter import kind_of
 from offload.parameters.updating import updating
 from offload.torch_compat.allocation_profile import apart
-from offload.torch_compat.compiled import opaque, untraced
+from offload.torch_compat.compiled import opaque_in_step, untraced
 from offload.torch_compat.holders import overlapping
 from offload.torch_compat.optimizers import step_behind_hooks
 from offload.units import format_bytes
@@ -223,7 +223,7 @@ class StepInBackward:
 
     # -- step ---------------------------------------------------------------------------------------------------------
 
-    @opaque
+    @opaque_in_step
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return untraced(self._take_over, optimizer, args, kwargs)
 
@@ -246,7 +246,7 @@ class StepInBackward:
             return loss
 
         # `step` calls the closure after all pre-hooks have run, so options that a later pre-hook changes are used.
-        return (stepping_nothing(optimizer),), {"closure": opaque(rest_of_step)}
+        return (stepping_nothing(optimizer),), {"closure": opaque_in_step(rest_of_step)}
 
     def _finish(self, optimizer: Optimizer, step: Callable[..., Any]) -> None:
         if not self._is_open:  # the closure or a hook of the program has called `close` since the step began
@@ -277,7 +277,7 @@ class StepInBackward:
                 step.run(chunk)
             step.end()
 
-    @opaque
+    @opaque_in_step
     def _after_step(self, optimizer: Optimizer, *_: object) -> None:
         untraced(self._end_step, optimizer)
 

@@ -31,7 +31,7 @@ from offload.optimizer_state.streamed_state import SPILL_FIRST, StreamedState
 from offload.optimizer_state.update_room import UpdateRoom, step_divided
 from offload.optimizer_state.write_behind import WriteBehind
 from offload.runtime.engine import Engine
-from offload.torch_compat.compiled import opaque, untraced
+from offload.torch_compat.compiled import opaque_in_step, untraced
 from offload.torch_compat.optimizers import step_behind_hooks
 from offload.torch_compat.tensors import local_of
 
@@ -238,7 +238,7 @@ class StateMover:
 
     # -- step ---------------------------------------------------------------------------------------------------------
 
-    @opaque
+    @opaque_in_step
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
         return untraced(self._begin_step, optimizer, args, kwargs)
 
@@ -276,7 +276,7 @@ class StateMover:
 
         # The class's step function is called with an optimizer that has no parameters in place of `optimizer`, so that
         # it only calls the closure. It does so after all pre-hooks: one registered later can still change gradients.
-        return (stepping_nothing(optimizer, has_state=not is_at_rest),), {"closure": opaque(step_in_chunks)}
+        return (stepping_nothing(optimizer, has_state=not is_at_rest),), {"closure": opaque_in_step(step_in_chunks)}
 
     def _why_whole(
         self, optimizer: Optimizer, step: Callable[..., Any], arguments: Arguments, *, has_closure: bool
@@ -378,7 +378,7 @@ class StateMover:
                 state.begin(following)
             self.counts.in_bytes += state.fetch(key)
 
-    @opaque
+    @opaque_in_step
     def _after_step(self, optimizer: Optimizer, *_: object) -> None:
         untraced(self.end_step, optimizer)
 

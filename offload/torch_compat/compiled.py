@@ -24,6 +24,7 @@ _REASON = (
     "offload enters its hooks here, which a graph cannot contain: enable what torch.compile returned, "
     "offload.enable(torch.compile(model, fullgraph=True)); before torch.export, call offload.disable(model)"
 )
+_STEP_REASON = "offload moves what this optimizer updates, so its step runs uncompiled: do not compile it"
 _PACKAGE = __name__.partition(".")[0]
 _COMPILED_NODE = "CompiledFunctionBackward"
 
@@ -31,18 +32,23 @@ Function = TypeVar("Function", bound=Callable[..., object])
 Result = TypeVar("Result")
 
 
-def opaque(function: Function) -> Function:
-    """Make torch.compile run a function uncompiled, with a graph break and its reason at the call.
+def opaque(function: Function, reason: str = _REASON) -> Function:
+    """Make torch.compile run a function uncompiled, with a graph break and a reason at the call.
 
     It has the effect of `torch.compiler.disable(recursive=False)`, without importing the compiler: functions that this
     function calls are compiled as usual.
     """
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
-    function._torchdynamo_disable_msg = _REASON  # type: ignore[attr-defined]
+    function._torchdynamo_disable_msg = reason  # type: ignore[attr-defined]
     frames = torch._C._dynamo.eval_frame
     skip = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.DEFAULT)
     frames.set_code_exec_strategy(function.__code__, skip)
     return function
+
+
+def opaque_in_step(function: Function) -> Function:
+    """Do what `opaque` does, for a function that an optimizer's step calls."""
+    return opaque(function, _STEP_REASON)
 
 
 @opaque
@@ -195,21 +201,23 @@ class Fallbacks:
         self._reasons: Counter[str] = Counter()
         self._given_up: Counter[str] = Counter()
         self._breaks = 0
+        self._leaves_step = False
         self._look()
 
     def step_begins(self) -> None:
         """Read the counters for code that was compiled since the last step, such as a function that calls the model."""
         if not _is_loaded():
             return
-        self._breaks += sum(count for reason, count in self._look()[1].items() if _REASON in reason)
+        reasons = self._look()[1]
+        self._count({each: count for each, count in reasons.items() if _REASON in each or _STEP_REASON in each})
 
     def step_ends(self) -> None:
         """Read the counters for code that was compiled within the step."""
         if not _is_loaded():
             return
         failures, reasons = self._look()
-        ours = [reason for reason in reasons if _REASON in reason or _folder() in reason]
-        self._breaks += sum(reasons.pop(reason) for reason in ours)
+        ours = [reason for reason in reasons if _REASON in reason or _STEP_REASON in reason or _folder() in reason]
+        self._count({reason: reasons.pop(reason) for reason in ours})
         titles = {reason.partition("\n")[0] for reason in reasons if reason in _counted("unimplemented")}
         if failures > 0 and titles:
             self._given_up[", ".join(sorted(titles))] += failures
@@ -226,6 +234,15 @@ class Fallbacks:
                 f"torch.compile broke its graphs {self._breaks} times where offload enters its hooks: compile the "
                 "model by itself, offload.enable(torch.compile(model)), and exclude no module inside a graph"
             )
+        if self._leaves_step:
+            yield (
+                "a compiled optimizer.step() runs uncompiled, because offload moves what it updates: do not compile it, "
+                "or pass optimizer_state=False"
+            )
+
+    def _count(self, reasons: Mapping[str, int]) -> None:
+        self._breaks += sum(count for reason, count in reasons.items() if _STEP_REASON not in reason)
+        self._leaves_step |= any(_STEP_REASON in reason for reason in reasons)
 
     def _look(self) -> tuple[int, Counter[str]]:
         """Return the number of frames that torch failed to compile since the last call, and all reasons."""

@@ -36,6 +36,10 @@ _tracer: Callable[[], object] = torch._C._dynamo.eval_frame.get_eval_frame_callb
 # Returns the number of transforms of torch.func that this thread runs; None if it runs none.
 _transform_level: Callable[[], int | None] = torch._C._functorch.maybe_current_level
 
+# The dispatch key of a batched backward pass, which has no name in Python.
+_parse_key: Any = torch._C._parse_dispatch_key
+_VMAP_MODE = torch._C.DispatchKeySet(_parse_key("VmapMode"))
+
 # The globals of functions that apply a transform of torch.func: `vmap`, and `jvp`, `grad` and the others.
 _VMAP, _EAGER_TRANSFORMS = vars(vmap), vars(eager_transforms)
 
@@ -116,7 +120,10 @@ def remove_mode(mode: TorchDispatchMode) -> bool:
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """Run exactly the operators that are called inside: no autograd, no autocast, no modes, no subclass overrides."""
+    """Run exactly the operators that are called inside: no autograd, no autocast, no modes, no subclass overrides.
+
+    In a batched backward pass (`is_grads_batched`), torch refuses random operators; those inside are no part of it.
+    """
     modes: list[Any] = []
     has_gradients = torch.is_grad_enabled()
     try:
@@ -125,7 +132,12 @@ def undisturbed() -> Iterator[None]:
         # `no_grad` is not used: an interrupt in its Python code could leave gradients disabled.
         torch._C._set_grad_enabled(False)
         # A recipe may enable gradients again, for kernels that depend on grad mode; below autograd no graph is built.
-        with torch._C._AutoDispatchBelowAutograd(), torch._C._DisableAutocast(), torch._C.DisableTorchFunction():
+        with (
+            torch._C._AutoDispatchBelowAutograd(),
+            torch._C._ExcludeDispatchKeyGuard(_VMAP_MODE),
+            torch._C._DisableAutocast(),
+            torch._C.DisableTorchFunction(),
+        ):
             yield
     finally:
         torch._C._set_grad_enabled(has_gradients)

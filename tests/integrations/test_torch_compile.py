@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch_rig import KNOBS, assert_same, make_blocks, replace_blocks, train
+from torch_rig import KNOBS, assert_same, batch, make_blocks, replace_blocks, train
 
 import offload
 from offload.demo.model import ByteGPT
@@ -229,6 +229,24 @@ def test_a_part_that_torch_gives_up_on_is_said():
         assert re.search("recompile.limit", note)  # torch 2.10 writes "recompile_limit"
     with offload.enable(call, min_tensor_bytes=1) as handle:
         assert steps(1) == [], "what was before belongs to another session"
+
+
+@pytest.mark.parametrize("moves", [True, False])
+def test_a_compiled_step_of_an_optimizer_is_said(moves, tmp_path):
+    """Not where nothing that it updates moves; and the model, which is not compiled, is not blamed."""
+    model = make_blocks()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    optimizer.step = torch.compile(optimizer.step, backend="eager")
+    handle = offload.enable(
+        model, n_tensors=-1, lb=2, min_tensor_bytes=256, spill_dir=tmp_path, optimizer=optimizer, optimizer_state=moves
+    )
+    for number in range(3):
+        model(batch(number)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    notes = handle.report().notes
+    assert any("a compiled optimizer.step() runs uncompiled" in note for note in notes) == moves
+    assert not any("broke its graphs" in note for note in notes)
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,10 @@ GUARDS = {
         (recipe, "undisturbed", "torch._C._DisableAutocast()", "torch.enable_grad()"),
         test_values.test_backward_within_autocast,
     ),
+    "a recipe is no part of a batched backward": (
+        (recipe, "undisturbed", "torch._C._ExcludeDispatchKeyGuard(_VMAP_MODE)", "torch.enable_grad()"),
+        test_values.test_random_numbers_in_a_batched_backward,
+    ),
     "bytes that changed are no source": (
         (recipe_trial._Trial, "_refuse_changed", "any(source.is_changed", "any(False"),
         test_values.test_bytes_that_changed_while_they_were_copied,

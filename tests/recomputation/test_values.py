@@ -60,6 +60,19 @@ def test_backward_within_autocast(forcing):
     forcing.compare(made(function), step)
 
 
+def test_random_numbers_in_a_batched_backward(forcing):
+    """Torch refuses random operators there. Those of a recipe are no part of the backward pass."""
+
+    def function(h):
+        return silu_twice(functional.dropout(h, 0.3))
+
+    def step(model, number):
+        x = torch.randn(32, 64, requires_grad=True)
+        return torch.autograd.grad(model(x).mean(0)[:3], x, torch.eye(3), is_grads_batched=True)
+
+    forcing.compare(made(function), step)
+
+
 def test_chains_of_changes_in_place(forcing):
     def function(h):
         h = h.relu_()
