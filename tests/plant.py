@@ -9,13 +9,14 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import torch
 
 from offload.control import controller as controlling
-from offload.control import promise
+from offload.control import promise, repeated_profile
 from offload.control.controller import PlanController
 from offload.control.limits import LIMITS, Limits
 from offload.control.phase import Phase, SignatureState
@@ -50,6 +51,8 @@ class Plant:
         Factor by which a neighbour slows every step.
     first_factor
         Factor by which the first step of each plan that swaps is slower.
+    copies_slow
+        As in `Limits`, for which it is right in `run`.
     """
 
     trace: Trace
@@ -59,6 +62,7 @@ class Plant:
     fixed_seconds: float = 0.0
     busy: float = 1.0
     first_factor: float = 1.0
+    copies_slow: float = 0.0
     steps: list[tuple[bool, float]] = field(default_factory=list)  # whether it was a reference step, and its seconds
     plans: dict[int, Plan] = field(default_factory=dict)  # by the number of the first step that followed it
 
@@ -89,6 +93,8 @@ class Plant:
         factor = self.busy * (1 + abs(self._drift + self._random.gauss(0, 0.5 * self.noise)))
         factor *= self.first_factor if is_first and plan.swaps else 1.0
         own = factor if is_reference else factor * (1 + self._slowed(plan) / self.compute_seconds)
+        if is_reference and plan.swaps:
+            own *= 1 + self.copies_slow * (1 - plan.peak_bytes / plan.unswapped_peak_bytes)
         nodes = tuple(own * node.seconds for node in self.trace.nodes)
         hooks = len(plan.swaps) * self.link.swap_seconds
         step = factor * self.seconds(plan)
@@ -115,6 +121,7 @@ class Executor:
     is_disturbed = False
     peak_bytes = None
     recompute_seconds = 0.0
+    cursor = SimpleNamespace(node=1 << 60)
     missed: frozenset[int] = frozenset()
     plant: Plant
 
@@ -182,7 +189,7 @@ def run(
     then
         Called before each step, with its number.
     limits
-        Of the controller.
+        Of the controller; but it corrects reference steps as is right for the plant.
     free_bytes
         Free memory; with enough of it, reference steps of a plan that saves little keep every tensor.
     held
@@ -193,6 +200,7 @@ def run(
     defaults = dict.fromkeys(("memory_limit", "max_slowdown", "n_tensors", "lookahead_nodes"))
     fixed = {"min_tensor_bytes": 1, "exclude": (), "host_limit": 0, "spill_dir": ""}
     wanted = Options(**{**defaults, **fixed, **options})
+    limits = replace(limits, copies_slow=plant.copies_slow)
     regions = mock.Mock(**{"choose.return_value": False, "are_given_up.return_value": False})
     controller = PlanController(
         wanted, Engine(plant.link), Counts(), lambda _: None, lambda: believed, held,
@@ -210,6 +218,7 @@ def run(
         mock.patch.multiple(controlling, **executors),
         mock.patch.object(promise, "Stopwatch", mock.Mock()),
         mock.patch.object(promise, "free_bytes", return_value=free_bytes),
+        mock.patch.object(repeated_profile, "is_due", return_value=False),  # a plant has no memory to profile
     ):
         for number in range(steps):
             if then is not None:

@@ -24,6 +24,7 @@ LONG_ENOUGH = 12  # a shorter piece says too little to be looked for
 UNLISTED = {
     "offload/__init__.py": "Python's own words for a name that does not exist",
     "offload/contrib/__init__.py": "Python's own words for a name that does not exist",
+    "offload/profiling/cache_files.py": "a cached file that cannot be used is left aside, and that is logged",
     "offload/profiling/calibration.py": "a cached file that cannot be used is measured again, and that is logged",
     "offload/plan/json_fields.py": "every message names the place in the file, what was expected and what was found",
     "offload/plan/recompute.py": "the planner names only tensors that have a recipe",

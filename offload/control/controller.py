@@ -119,7 +119,7 @@ class PlanController:
             No plan keeps the memory limit; nothing has run yet.
         """
         with self._lock:
-            self.running.end()
+            is_pending = self.running.end()
             self._promise.end_reference()
             self.regions.end_trial()
             self.end_finished_profiles()
@@ -130,7 +130,7 @@ class PlanController:
             lender = None if planned else larger_signature(self._states, signature, state, self._limits.borrow_from)
             if lender is not None:
                 return self._borrow(state, signature, lender, model, held)
-            if planned is None or planned.is_incomplete:
+            if planned is None or planned.is_incomplete or state.phase is Phase.PROFILING:
                 return self._record(state, model, held())
             if planned.trial is not None and not planned.trial.is_as_recorded:
                 self.regions.repeat_trial(planned)
@@ -151,8 +151,8 @@ class PlanController:
                 if self.regions.are_given_up(planned.plan):
                     return self._record_anew(state, signature, model, held())
                 state.enter(Phase.MEASURING)
-            if repeated_profile.is_due(state, planned, self._options, self._limits):
-                planned.steps += 1
+            if not is_pending and repeated_profile.is_due(state, planned, self._options, self._limits):
+                state.profiled_at = planned.steps = planned.steps + 1
                 return self._record(state, model, held())
             due = None if planned.plan_steps else self._trials.begin_due(state, planned, model)
             return due or self._follow(signature, state, planned)
@@ -330,11 +330,12 @@ class PlanController:
         if profile is None:
             return  # its backward has not ended
         state.profiler = None
-        known = state.planned
-        is_repeated = known is not None and not known.is_incomplete
-        if known and is_repeated and not repeated_profile.needs_more(known, profile, self._options, self._limits):
-            state.enter(Phase.STEADY)
+        if state.planned is not None and not state.planned.is_incomplete:
+            repeated_profile.compare(state, state.planned, profile, profiler, self._options, self._limits)
+            if not self._on_cpu:  # this step has copied everything out, so it has needed more host memory than others
+                self._engine.store.restart_high_water()
             return
+        state.profiled_at = 0
         self._on_recorded(profile.order)
         measured = profiler.stopwatch.measured(profile.order.node_count)
         if self._link is not None and self._copies.are_known:

@@ -10,23 +10,23 @@ import json
 import logging
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from offload.control.limits import Limits
-from offload.control.measured_slowdown import standard_error
 from offload.control.plan_search import PlanSearch
 from offload.control.tried_plan import TriedPlan
 from offload.devices import allocator
 from offload.devices.device import device_of
+from offload.devices.processes import local_processes
 from offload.options import Options
 from offload.plan import Link, Plan, make_plan
 from offload.plan.simulate import Swap
 from offload.plan.trace import SavedTensor, Trace
-from offload.profiling.cache_files import cache_path, environment, load, save
+from offload.profiling.cache_files import cache_path, discard_older, environment, load, save
 from offload.runtime.stores import checks_every_byte, throttle
 
 __all__ = ["EarlierSearch", "EarlierSearches", "earlier_searches"]
@@ -35,7 +35,7 @@ log = logging.getLogger("offload")
 
 KEPT_SECONDS_MAX = 7 * 86400.0
 _PLANS_MAX = 8  # of the latest plans; with each training the search knows more
-_FIGURES = ("measured", "deviation", "compute_seconds", "unexplained_seconds", "slowdown", "error")
+_FIGURES = ("measured", "measured_error", "deviation", "compute_seconds", "unexplained_seconds", "slowdown", "error")
 
 
 class EarlierSearch(NamedTuple):
@@ -63,7 +63,7 @@ class EarlierSearches:
     options
         The caller's arguments. `max_slowdown` is given, and `memory_limit` is not.
     limits
-        `earlier_pairs`, `trainings_spread`.
+        `trainings_spread`.
     folder
         Where the files are. Default: ``offload`` in ``$XDG_CACHE_HOME`` or in ``~/.cache``.
     """
@@ -77,48 +77,53 @@ class EarlierSearches:
     def find(self, trace: Trace, link: Link) -> EarlierSearch | None:
         """Return the latest search for this step. None if there is none, or if this trace lacks a recipe that it used.
 
-        Of each plan, at most `earlier_pairs` pairs of steps count. Slowdowns differ between trainings by more than
-        their standard errors: `trainings_spread` is added.
+        Slowdowns differ between trainings by more than their standard errors: `trainings_spread` is added, each time.
         """
-        key = self._key(trace)
-        path = cache_path("search", key, self._folder)
+        recipes = {tensor.id for tensor in trace.tensors if tensor.recompute is not None}
         try:
+            key = self._key(trace)
+            path = cache_path("search", key, self._folder)
             found = load(path, key, KEPT_SECONDS_MAX)
             if found is None:
                 return None
             rows, number = found["tried"], found["plan"]
-            deviations = [float(row["deviation"]) for row in rows]
-            tried = [self._read(row, trace, link, deviations) for row in rows]
-            return EarlierSearch(tried, None if number is None else tried[number])
-        except (OSError, ValueError, TypeError, KeyError, IndexError) as error:
-            log.info("cannot use %s, so the search begins anew: %s", path, error)
+            if not recipes.issuperset(each for row in rows for each in row["recomputes"] or ()):
+                return None  # the trial step, which finds recipes, has not run
+            if number is not None and number not in range(len(rows)):
+                raise ValueError(number)
+            tried = [self._read(row, trace, link) for row in rows]
+        except (OSError, ValueError, TypeError, KeyError, IndexError, OverflowError) as error:
+            log.info("the search begins anew, because what an earlier one has measured cannot be used: %s", error)
             return None
+        return EarlierSearch(tried, None if number is None else tried[number])
 
     def keep(self, search: PlanSearch, plan: Plan) -> None:
         """Write what a search that has ended with `plan` has measured, unless other programs shared the processor."""
         ended_with = search.judged(plan)
         tried = search.tried[-_PLANS_MAX:]
-        if ended_with is not None and ended_with not in tried:
+        if ended_with is not None and all(each is not ended_with for each in tried):
             tried = [ended_with, *tried]
         if search.is_shared or not tried or any(each.plan.state is not None for each in tried):
             return
-        key = self._key(plan.trace)
-        number = None if ended_with is None else tried.index(ended_with)
+        number = next((number for number, each in enumerate(tried) if each is ended_with), None)
         try:
-            save(cache_path("search", key, self._folder), key, {"tried": [*map(_written, tried)], "plan": number})
+            key = self._key(plan.trace)
+            path = cache_path("search", key, self._folder)
+            save(path, key, {"tried": [*map(_written, tried)], "plan": number})
+            discard_older(path.parent, "search", KEPT_SECONDS_MAX)
         except OSError as error:
-            log.info("what this search has measured is not kept, so the next training begins anew: %s", error)
+            log.info("what this search has measured is not kept, so the next one begins anew: %s", error)
 
-    def _read(self, row: Mapping[str, Any], trace: Trace, link: Link, deviations: Sequence[float]) -> TriedPlan:
+    def _read(self, row: Mapping[str, Any], trace: Trace, link: Link) -> TriedPlan:
         swaps = [Swap(*map(int, each)) for each in row["swaps"]]
         plan = make_plan(trace, link, swaps, recomputes=row["recomputes"])
         figures = {name: float(row[name]) for name in _FIGURES}
-        pairs = min(int(row["reference_steps"]), self._limits.earlier_pairs)
-        if not all(map(math.isfinite, figures.values())) or figures["compute_seconds"] <= 0 or pairs <= 0:
-            raise ValueError("a figure is not a valid number")
-        error = standard_error(figures["deviation"], pairs, deviations, self._limits)
-        error = math.hypot(error, self._limits.trainings_spread)
-        return TriedPlan(plan, measured_error=error, reference_steps=pairs, keeps_all=bool(row["keeps_all"]), **figures)
+        pairs = int(row["reference_steps"])
+        is_valid = all(map(math.isfinite, figures.values())) and pairs > 0
+        if not is_valid or figures["compute_seconds"] <= 0 or figures["measured_error"] < 0:
+            raise ValueError(row)
+        figures["measured_error"] = math.hypot(figures["measured_error"], self._limits.trainings_spread)
+        return TriedPlan(plan, reference_steps=pairs, keeps_all=bool(row["keeps_all"]), is_earlier=True, **figures)
 
     def _key(self, trace: Trace) -> dict[str, Any]:
         """Return what identifies the step and its surroundings, but for durations and the memory of other tensors."""
@@ -130,7 +135,8 @@ class EarlierSearches:
         return {
             **environment(),
             "torch": torch.__version__,
-            "threads": torch.get_num_threads(),
+            "threads": [torch.get_num_threads(), len(os.sched_getaffinity(0)), local_processes()],
+            "kernels": [torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled()],
             "malloc": allocator.current() if self._device.type == "cpu" else "",
             "device": device.name(),
             "uuid": device.uuid(),

@@ -76,11 +76,13 @@ class Limits:
         * `plan_spread`: of the part of a plan's slowdown that these costs do not explain.
         * `predicted_spread`: of the same part, relative to the slowdown that the plan predicts. The squares of both are
           added.
-    earlier_pairs, earlier_gain, trainings_spread
-        What a search takes over from an earlier training of the same step (`EarlierSearches`): of each plan, at most
-        this many pairs of steps count; and it begins with a plan that the earlier search rejected if the expected gain
-        is at least `earlier_gain` times the peak without swapping. `trainings_spread`: standard deviation of a slowdown
-        between trainings, besides its standard error.
+    earlier_gain, trainings_spread
+        A search begins with a plan that an earlier one has rejected if the expected gain is at least `earlier_gain`
+        times the peak without swapping (`EarlierSearches`). `trainings_spread`: standard deviation of a slowdown
+        between trainings of the same step, besides its standard error.
+    copies_slow
+        On the CPU, reference steps with copies compute more slowly than steps that keep every tensor: by this share if
+        they save all memory, and by less in proportion. It is subtracted.
     deviation_min
         Least standard error that is assumed for one pair of a step and a reference step (`Comparison.deviation`).
     search_steps
@@ -177,9 +179,9 @@ class Limits:
     fixed_spread: float = 0.02
     plan_spread: float = 0.005
     predicted_spread: float = 0.5
-    earlier_pairs: int = 24
     earlier_gain: float = 0.03
     trainings_spread: float = 0.01
+    copies_slow: float = 0.025
     deviation_min: float = 0.003
     search_steps: int = 36
     steady_measured_every: int = 16

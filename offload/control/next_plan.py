@@ -103,23 +103,19 @@ def _from_earlier(
 ) -> Plan | None:
     """Return the plan with which an earlier search lets this one begin; None if it knows none.
 
-    This is the plan that it ended with. But if a plan that it rejected is worth measuring again, it is that one: the
-    other one returns if it is rejected again. If the earlier search has rejected all plans, and so clearly that none is
-    worth measuring again, nothing is swapped, and this search is settled.
+    This is the plan that it ended with. But if a plan that it rejected is worth measuring again, it is that one.
     """
     search = planned.search
     if search.is_anew or (found := earlier.find(kept.trace, planned.link)) is None:
         return None
+    search.earlier = found.tried
     best = found.best
     gain_min = limits.earlier_gain * kept.peak_bytes
     begin = most_promising(found.tried, kept if best is None else best.plan, allowed, gain_min, limits) or best
     if begin is None:
-        log.info("nothing is swapped: an earlier training of this step has found no plan that keeps max_slowdown")
-        search.is_settled = True
-        return kept
-    search.earlier = found.tried
+        return None
     peak, slowdown = format_bytes(begin.plan.peak_bytes), f"{max(0.0, begin.measured):.1%}"
-    log.info("beginning with a plan of an earlier training: its peak is %s, and it was %s slower", peak, slowdown)
+    log.info("beginning with a plan of an earlier search: its peak is %s, and it was %s slower", peak, slowdown)
     return begin.plan
 
 
@@ -152,6 +148,6 @@ def _may_keep(last: TriedPlan, max_slowdown: float, saved_bytes: int) -> bool:
 
 
 def _is_new(plan: Plan, tried: Iterable[TriedPlan]) -> bool:
-    """Return whether the plan moves tensors, and no judged plan moves the same tensors at the same nodes."""
+    """Return whether the plan moves tensors, and no plan judged in this training moves the same at the same nodes."""
     moves = plan.swaps, plan.recomputes
-    return any(moves) and all(moves != (each.plan.swaps, each.plan.recomputes) for each in tried)
+    return any(moves) and all(each.is_earlier or moves != (each.plan.swaps, each.plan.recomputes) for each in tried)

@@ -8,7 +8,8 @@ A signature is the shapes and kinds of a step's inputs (`signature.py`). The con
         │      TRIAL ◀┘  └─────────┴────────────┤   if measured steps differ from the plan, or more memory is in use
         │                          ▲            │
         │                          └────────────┘   if a plan is measured again (`SlowdownPromise`)
-        └── from any phase, if a step differs from the recorded one; to ON_DEMAND, if this happens too often
+        ├── from any phase, if a step differs from the recorded one; to ON_DEMAND, if this happens too often
+        └── from STEADY, now and then, if memory is limited (`repeated_profile.py`); then to STEADY, or to PLANNING
 
 If a swap-only plan slows the step (with `max_slowdown`: if it swaps, or needs more memory than the lowest feasible
 limit), a trial step follows. It tests which tensors can be recomputed, and measures the nodes. A new plan follows.
@@ -58,12 +59,15 @@ class SignatureState:
         The latest profile with its plan and measurements; None before the first profile.
     deviations
         Number of steps that have differed from the recorded one.
+    profiled_at
+        Number of steps of the present profile before the step was last profiled again (`repeated_profile.py`).
     """
 
     phase: Phase = Phase.PROFILING
     profiler: Profiler | None = None
     planned: PlannedStep | None = None
     deviations: int = 0
+    profiled_at: int = 0
 
     def enter(self, phase: Phase, why: str = "") -> None:
         """Change the phase. A change is logged, with the reason."""

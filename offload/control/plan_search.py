@@ -58,7 +58,7 @@ class PlanSearch:
         Plans that an earlier training has judged (`earlier_search.py`). They are added to `tried` with the first
         judgement.
     is_anew
-        Whether the search has begun again, because steps were too slow: then nothing of earlier trainings counts.
+        Whether the search has begun again: then nothing of earlier trainings counts.
     expected_byte_seconds
         Seconds by which each copied byte slows the computation, as the first plan of this search assumes; None before
         that plan is judged.
@@ -297,6 +297,8 @@ class PlanSearch:
         if count < self.limits.measurements_before_judging:
             return None
         compute, taken, deviation = self.compare(steps)
+        if self.waits:
+            compute *= 1 - self.limits.copies_slow * (1 - plan.peak_bytes / max(1, plan.unswapped_peak_bytes))
         explained = plan.step_seconds - plan.compute_seconds + len(plan.swaps) * plan.link.swap_seconds
         explained -= assumed_seconds(plan, self.recompute_byte_seconds)
         rest = taken - compute - explained
@@ -305,11 +307,13 @@ class PlanSearch:
         earlier = _same(plan, known)
         others = [each for each in known if each is not earlier]
         deviations = [each.deviation for each in others]
+        error = standard_error(own.deviation, count, deviations, self.limits)
         if earlier is not None and earlier.keeps_all == keeps_all:
-            alone = own.measured - standard_error(own.deviation, count, deviations, self.limits)
-            # In this training the plan may be clearly too slow, whatever an earlier one has measured.
-            own = own.pooled_with(earlier) if self.tried or alone <= max_slowdown else own
-        error = standard_error(own.deviation, own.reference_steps, deviations, self.limits)
+            if not earlier.is_earlier:
+                own = own.pooled_with(earlier)
+            elif own.measured - error <= max_slowdown:  # else it is clearly too slow, whatever was measured before
+                own = own.combined_with(earlier, error)
+            error = standard_error(own.deviation, own.reference_steps, deviations, self.limits)
         own = replace(own, measured_error=error)
         expected = self.expected_byte_seconds
         expected = plan.link.byte_seconds if expected is None else expected
@@ -373,9 +377,16 @@ class PlanSearch:
         return None if plan is None else _same(plan, self.tried)
 
     def best(self, max_slowdown: float) -> Plan | None:
-        """Return the plan of least memory among those that kept the promise; None if none did."""
-        kept = [each for each in self.tried if each.slowdown_max <= max_slowdown]
+        """Return the plan of least memory among those that kept the promise in this training; None if none did."""
+        kept = [each for each in self.tried if each.slowdown_max <= max_slowdown and not each.is_earlier]
         return min(kept, key=lambda each: each.plan.peak_bytes).plan if kept else None
+
+    def unmeasured_best(self, max_slowdown: float) -> Plan | None:
+        """Return a plan that kept the promise in an earlier training only, if it needs less memory than `best`."""
+        best = self.best(max_slowdown)
+        kept = [each.plan for each in self.tried if each.slowdown_max <= max_slowdown and each.is_earlier]
+        found = min(kept, key=lambda each: each.peak_bytes, default=None)
+        return found if found and (best is None or found.peak_bytes < best.peak_bytes) else None
 
 
 def _same(plan: Plan, tried: Sequence[TriedPlan]) -> TriedPlan | None:

@@ -238,7 +238,14 @@ class SlowdownPromise:
         limits = self._limits
         has_tried_enough = planned.replans >= limits.replans or search.steps >= limits.search_steps
         if reason is None or has_tried_enough or search.plan_before is not None:
-            self._settle(planned)
+            unmeasured = search.unmeasured_best(allowed)
+            if unmeasured is None or has_tried_enough or search.plan_before is not None:
+                self._settle(planned)
+                return False
+            log.info("measuring a plan of an earlier training, with a peak of %s", format_bytes(unmeasured.peak_bytes))
+            planned.replans += 1
+            planned.late = {}  # these tensors were late in another plan
+            planned.follow(unmeasured, self._options.memory_limit)
             return False
         planned.replans += 1
         planned.link = search.learn(link)
@@ -341,6 +348,8 @@ class SlowdownPromise:
 
     def _plan(self, planned: PlannedStep, trace: Trace) -> Plan:
         plan = next_plan(planned, trace, self._options, self._limits, self._engine.device, self._earlier)
+        if plan is None and self._options.max_slowdown is not None:
+            plan = planned.search.unmeasured_best(self._options.max_slowdown)
         return self._end_search(planned) if plan is None else plan
 
     def _settle(self, planned: PlannedStep) -> None:

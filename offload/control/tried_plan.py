@@ -43,6 +43,8 @@ class TriedPlan:
         Margin of error of `slowdown`: `Limits.standard_errors` times its standard error.
     keeps_all
         Whether the reference steps kept every tensor.
+    is_earlier
+        Whether it was measured in an earlier training only (`earlier_search.py`): no step of this one followed it.
     """
 
     plan: Plan
@@ -55,6 +57,7 @@ class TriedPlan:
     slowdown: float = nan
     error: float = nan
     keeps_all: bool = False
+    is_earlier: bool = False
 
     def pooled_with(self, earlier: TriedPlan) -> TriedPlan:
         """Return the mean of this measurement and an earlier one of the same plan, weighted by their reference steps.
@@ -65,11 +68,21 @@ class TriedPlan:
         share = self.reference_steps / pairs
         measured = share * self.measured + (1 - share) * earlier.measured
         deviation = sqrt(share * self.deviation**2 + (1 - share) * earlier.deviation**2)
+        return replace(self._with_measured(measured), deviation=deviation, reference_steps=pairs)
+
+    def combined_with(self, earlier: TriedPlan, error: float) -> TriedPlan:
+        """Return the mean of this measurement and one of an earlier training, weighted by their inverse variances.
+
+        `error`: the standard error of this measurement. `deviation` becomes that of as many pairs of steps, for which
+        the mean has its standard error.
+        """
+        own, other = error**-2, earlier.measured_error**-2
+        measured = (own * self.measured + other * earlier.measured) / (own + other)
+        return replace(self._with_measured(measured), deviation=sqrt(self.reference_steps / (own + other)))
+
+    def _with_measured(self, measured: float) -> TriedPlan:
         explained_seconds = self.measured * self.compute_seconds - self.unexplained_seconds
-        rest_seconds = measured * self.compute_seconds - explained_seconds
-        return replace(
-            self, measured=measured, deviation=deviation, reference_steps=pairs, unexplained_seconds=rest_seconds
-        )
+        return replace(self, measured=measured, unexplained_seconds=measured * self.compute_seconds - explained_seconds)
 
     @property
     def slowdown_max(self) -> float:

@@ -13,12 +13,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from offload import __version__
 
-__all__ = ["cache_path", "environment", "load", "save"]
+__all__ = ["cache_path", "discard_older", "environment", "load", "save"]
 
 
 def environment() -> dict[str, Any]:
@@ -87,3 +88,11 @@ def save(path: Path, key: Mapping[str, Any], results: Mapping[str, Any]) -> None
     except BaseException:
         Path(name).unlink(missing_ok=True)
         raise
+
+
+def discard_older(folder: Path, kind: str, seconds_max: float) -> None:
+    """Delete the files of this kind that were written longer ago than `seconds_max`. Raises `OSError`."""
+    for path in folder.glob(f"{kind}-*.json"):
+        with suppress(FileNotFoundError):  # another process has deleted it
+            if time.time() - path.stat().st_mtime > seconds_max:
+                path.unlink()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import FunctionType, ModuleType
 from typing import Any, TypeVar
@@ -236,8 +236,8 @@ class Fallbacks:
             )
         if self._leaves_step:
             yield (
-                "a compiled optimizer.step() runs uncompiled, because offload moves what it updates: do not compile it, "
-                "or pass optimizer_state=False"
+                "a compiled optimizer.step() runs uncompiled, because offload moves what it updates: do not compile "
+                "it, or pass optimizer_state=False"
             )
 
     def _count(self, reasons: Mapping[str, int]) -> None:
