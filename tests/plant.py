@@ -9,14 +9,13 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import torch
 
 from offload.control import controller as controlling
-from offload.control import promise, repeated_profile
+from offload.control import promise
 from offload.control.controller import PlanController
 from offload.control.limits import LIMITS, Limits
 from offload.control.phase import Phase, SignatureState
@@ -52,7 +51,7 @@ class Plant:
     first_factor
         Factor by which the first step of each plan that swaps is slower.
     copies_slow
-        As in `Limits`, for which it is right in `run`.
+        As in `Limits`: the share by which reference steps that save all memory compute too slowly.
     """
 
     trace: Trace
@@ -121,7 +120,6 @@ class Executor:
     is_disturbed = False
     peak_bytes = None
     recompute_seconds = 0.0
-    cursor = SimpleNamespace(node=1 << 60)
     missed: frozenset[int] = frozenset()
     plant: Plant
 
@@ -174,6 +172,8 @@ def run(
     limits: Limits = LIMITS,
     free_bytes: int = 1 << 60,
     held: Callable[[], HeldBytes] = lambda: HeldBytes(0, 0),
+    *,
+    corrects: bool = True,
     **options: Any,
 ) -> tuple[PlannedStep, Phase]:
     """Let a controller run steps on the plant.
@@ -189,7 +189,9 @@ def run(
     then
         Called before each step, with its number.
     limits
-        Of the controller; but it corrects reference steps as is right for the plant.
+        Of the controller, without `copies_slow`.
+    corrects
+        Whether the controller corrects reference steps by the plant's `copies_slow`.
     free_bytes
         Free memory; with enough of it, reference steps of a plan that saves little keep every tensor.
     held
@@ -200,7 +202,7 @@ def run(
     defaults = dict.fromkeys(("memory_limit", "max_slowdown", "n_tensors", "lookahead_nodes"))
     fixed = {"min_tensor_bytes": 1, "exclude": (), "host_limit": 0, "spill_dir": ""}
     wanted = Options(**{**defaults, **fixed, **options})
-    limits = replace(limits, copies_slow=plant.copies_slow)
+    limits = replace(limits, copies_slow=plant.copies_slow if corrects else 0.0)
     regions = mock.Mock(**{"choose.return_value": False, "are_given_up.return_value": False})
     controller = PlanController(
         wanted, Engine(plant.link), Counts(), lambda _: None, lambda: believed, held,
@@ -218,7 +220,6 @@ def run(
         mock.patch.multiple(controlling, **executors),
         mock.patch.object(promise, "Stopwatch", mock.Mock()),
         mock.patch.object(promise, "free_bytes", return_value=free_bytes),
-        mock.patch.object(repeated_profile, "is_due", return_value=False),  # a plant has no memory to profile
     ):
         for number in range(steps):
             if then is not None:

@@ -73,7 +73,8 @@ def tried(measured, error, **given):
 def test_measurements_of_two_trainings_count_by_their_variances():
     found = tried(0.04, nan).combined_with(tried(0.02, 0.01, is_earlier=True), 0.02)
     assert found.measured == pytest.approx(0.024)
-    assert found.deviation / sqrt(8) == pytest.approx(1 / sqrt(0.02**-2 + 0.01**-2))
+    assert found.measured_error == pytest.approx(1 / sqrt(0.02**-2 + 0.01**-2))
+    assert found.deviation == 0.05
     assert found.unexplained_seconds == pytest.approx(0.014)
     assert (found.reference_steps, found.is_earlier) == (8, False)
 
@@ -363,9 +364,10 @@ SCRIPT = """
 
 def test_two_processes(folder):
     """Of a real training; without a search, and with one of the same bits."""
-    runs = [run_fresh_python(SCRIPT, "0.5", OFFLOAD_SEARCH_ANEW=off) for off in ("0", "0", "1")]
+    runs = [run_fresh_python(SCRIPT, "3.0", OFFLOAD_SEARCH_ANEW=off) for off in ("0", "0", "1")]
     begun = ["beginning with a plan of an earlier search" in run for run in runs]
     ended = ["the search ends with a plan" in run for run in runs]
-    assert begun == [False, ended[0], False]
+    assert ended[0]
+    assert begun == [False, True, False]
     assert len([*folder.glob("search-*.json")]) == 1
     assert len({run.split()[-1] for run in runs}) == 1

@@ -8,6 +8,7 @@ calls `observer`. The step's hooks report to the object that it returns.
 from __future__ import annotations
 
 import threading
+from collections import OrderedDict
 from collections.abc import Callable
 from copy import copy
 from dataclasses import replace
@@ -15,10 +16,9 @@ from functools import partial
 
 from torch import nn
 
-from offload.control import repeated_profile
 from offload.control.limits import LIMITS, Limits
 from offload.control.own_copies import OwnCopies
-from offload.control.phase import Phase, SignatureState, SignatureStates, larger_signature
+from offload.control.phase import Phase, SignatureState, larger_signature
 from offload.control.planned_step import PlannedStep
 from offload.control.profile_listener import ProfileListener, tell_profile
 from offload.control.promise import SlowdownPromise
@@ -100,7 +100,7 @@ class PlanController:
         self._promise = SlowdownPromise(options, limits, engine, self._copies, plan_state)
         self._link: Link | None = None  # the last measurement
         self._blocks = LargeBlocks()
-        self._states = SignatureStates()
+        self._states: OrderedDict[object, SignatureState] = OrderedDict()  # in order of use, latest last
         self._return_blocks()
         self._latest: PlannedStep | None = None
         self.running = RunningStep()
@@ -119,18 +119,18 @@ class PlanController:
             No plan keeps the memory limit; nothing has run yet.
         """
         with self._lock:
-            is_pending = self.running.end()
+            self.running.end()
             self._promise.end_reference()
             self.regions.end_trial()
             self.end_finished_profiles()
             self._read_profiles()
             held = partial(self._held_before, signature)  # called only if needed: it visits hundreds of tensors
-            state = self._states.of(signature, self._limits.signatures)
+            state = self._state(signature)
             planned = state.planned
             lender = None if planned else larger_signature(self._states, signature, state, self._limits.borrow_from)
             if lender is not None:
                 return self._borrow(state, signature, lender, model, held)
-            if planned is None or planned.is_incomplete or state.phase is Phase.PROFILING:
+            if planned is None or planned.is_incomplete:
                 return self._record(state, model, held())
             if planned.trial is not None and not planned.trial.is_as_recorded:
                 self.regions.repeat_trial(planned)
@@ -151,9 +151,6 @@ class PlanController:
                 if self.regions.are_given_up(planned.plan):
                     return self._record_anew(state, signature, model, held())
                 state.enter(Phase.MEASURING)
-            if not is_pending and repeated_profile.is_due(state, planned, self._options, self._limits):
-                state.profiled_at = planned.steps = planned.steps + 1
-                return self._record(state, model, held())
             due = None if planned.plan_steps else self._trials.begin_due(state, planned, model)
             return due or self._follow(signature, state, planned)
 
@@ -168,9 +165,18 @@ class PlanController:
                 return True
             return state.planned.steps % self._limits.recheck_steps == 0
 
+    def _state(self, signature: object) -> SignatureState:
+        state = self._states.setdefault(signature, SignatureState())
+        self._states.move_to_end(signature)
+        while len(self._states) > self._limits.signatures:
+            oldest = self._states.popitem(last=False)[1]
+            if oldest.profiler is not None:
+                oldest.profiler.stop()
+        return state
+
     def _record(self, state: SignatureState, model: nn.Module, held: HeldBytes) -> StepObserver:
         """Profile this step. Swap on demand instead if an earlier one awaits backward, or if many steps deviated."""
-        for profiler in self._states.profilers():
+        for profiler in self._profilers():
             profiler.rounds_since += 1
             if profiler.rounds_since > self._limits.pending_steps:
                 profiler.stop()  # its backward is no longer expected
@@ -186,7 +192,7 @@ class PlanController:
     def _record_anew(self, state: SignatureState, signature: object, model: nn.Module, held: HeldBytes) -> StepObserver:
         """Discard all profiles and profile this step: the set of compiled submodules to recompute has changed."""
         self.end_profiles()
-        self._states = SignatureStates([(signature, state)])
+        self._states = OrderedDict([(signature, state)])
         state.planned = state.profiler = None
         return self._record(state, model, held)
 
@@ -270,8 +276,10 @@ class PlanController:
 
     def _return_blocks(self) -> None:
         """Make malloc return freed large blocks at once on the CPU if memory is limited and a plan may move tensors."""
+        plans = [state.planned.plan for state in self._states.values() if state.planned is not None]
+        moves = not plans or any(plan is None or plan.swaps or plan.recomputes for plan in plans)
         is_limited = self._options.memory_limit is not None or self._options.least_memory
-        self._blocks.return_at_once(wanted=self._on_cpu and is_limited and self._states.may_move())
+        self._blocks.return_at_once(wanted=self._on_cpu and is_limited and moves)
 
     def close(self) -> None:
         """Stop recording, and restore malloc's settings."""
@@ -307,17 +315,20 @@ class PlanController:
     def forget(self, signature: object) -> None:
         """Count a deviation and discard the plan. The next step is profiled, unless `limits.deviations` is reached."""
         with self._lock:
-            self._states.of(signature, self._limits.signatures).deviate(self._limits.deviations)
+            self._state(signature).deviate(self._limits.deviations)
+
+    def _profilers(self) -> list[Profiler]:
+        return [state.profiler for state in list(self._states.values()) if state.profiler is not None]
 
     def end_finished_profiles(self) -> None:
         """Stop the profilers of steps that are over, and of those whose graph was freed without a backward pass."""
-        for profiler in self._states.profilers():
+        for profiler in self._profilers():
             if profiler.finished or profiler.is_lost:
                 profiler.stop()
 
     def end_profiles(self) -> None:
         """Stop all profilers, even those of steps that have not ended."""
-        for profiler in self._states.profilers():
+        for profiler in self._profilers():
             profiler.stop()
 
     def _read_profiles(self) -> None:
@@ -330,12 +341,6 @@ class PlanController:
         if profile is None:
             return  # its backward has not ended
         state.profiler = None
-        if state.planned is not None and not state.planned.is_incomplete:
-            repeated_profile.compare(state, state.planned, profile, profiler, self._options, self._limits)
-            if not self._on_cpu:  # this step has copied everything out, so it has needed more host memory than others
-                self._engine.store.restart_high_water()
-            return
-        state.profiled_at = 0
         self._on_recorded(profile.order)
         measured = profiler.stopwatch.measured(profile.order.node_count)
         if self._link is not None and self._copies.are_known:
@@ -375,7 +380,8 @@ class PlanController:
     def main(self) -> PlannedStep | None:
         """The `PlannedStep` with the largest number of steps; in a tie, the one used last."""
         with self._lock:
-            return self._states.main()
+            planned = [each.planned for each in reversed(self._states.values()) if each.planned is not None]
+        return max(planned, key=lambda each: each.steps, default=None)
 
     @property
     def gives_up(self) -> bool:

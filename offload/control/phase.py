@@ -8,8 +8,7 @@ A signature is the shapes and kinds of a step's inputs (`signature.py`). The con
         │      TRIAL ◀┘  └─────────┴────────────┤   if measured steps differ from the plan, or more memory is in use
         │                          ▲            │
         │                          └────────────┘   if a plan is measured again (`SlowdownPromise`)
-        ├── from any phase, if a step differs from the recorded one; to ON_DEMAND, if this happens too often
-        └── from STEADY, now and then, if memory is limited (`repeated_profile.py`); then to STEADY, or to PLANNING
+        └── from any phase, if a step differs from the recorded one; to ON_DEMAND, if this happens too often
 
 If a swap-only plan slows the step (with `max_slowdown`: if it swaps, or needs more memory than the lowest feasible
 limit), a trial step follows. It tests which tensors can be recomputed, and measures the nodes. A new plan follows.
@@ -19,7 +18,6 @@ from __future__ import annotations
 
 import enum
 import logging
-from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -27,7 +25,7 @@ from offload.control.planned_step import PlannedStep
 from offload.control.signature import Signature
 from offload.profiling.profiler import Profiler
 
-__all__ = ["Phase", "SignatureState", "SignatureStates", "larger_signature"]
+__all__ = ["Phase", "SignatureState", "larger_signature"]
 
 log = logging.getLogger("offload")
 
@@ -59,15 +57,12 @@ class SignatureState:
         The latest profile with its plan and measurements; None before the first profile.
     deviations
         Number of steps that have differed from the recorded one.
-    profiled_at
-        Number of steps of the present profile before the step was last profiled again (`repeated_profile.py`).
     """
 
     phase: Phase = Phase.PROFILING
     profiler: Profiler | None = None
     planned: PlannedStep | None = None
     deviations: int = 0
-    profiled_at: int = 0
 
     def enter(self, phase: Phase, why: str = "") -> None:
         """Change the phase. A change is logged, with the reason."""
@@ -86,34 +81,6 @@ class SignatureState:
             )
         if self.deviations >= limit:
             self.enter(Phase.ON_DEMAND, "steps keep deviating from the recorded one")
-
-
-class SignatureStates(OrderedDict[object, SignatureState]):
-    """The states of all signatures, in order of use, latest last."""
-
-    def of(self, signature: object, limit: int) -> SignatureState:
-        """Return the state of a signature that is used now. Those unused for longest are discarded over `limit`."""
-        state = self.setdefault(signature, SignatureState())
-        self.move_to_end(signature)
-        while len(self) > limit:
-            oldest = self.popitem(last=False)[1]
-            if oldest.profiler is not None:
-                oldest.profiler.stop()
-        return state
-
-    def profilers(self) -> list[Profiler]:
-        """Return the profilers of recorded steps whose profiles have not been read."""
-        return [state.profiler for state in list(self.values()) if state.profiler is not None]
-
-    def may_move(self) -> bool:
-        """Return whether steps may move tensors: by a plan, or because no plan has been made."""
-        plans = [state.planned.plan for state in self.values() if state.planned is not None]
-        return not plans or any(plan is None or plan.swaps or plan.recomputes for plan in plans)
-
-    def main(self) -> PlannedStep | None:
-        """Return the `PlannedStep` with the largest number of steps; in a tie, the one used last."""
-        planned = [each.planned for each in reversed(self.values()) if each.planned is not None]
-        return max(planned, key=lambda each: each.steps, default=None)
 
 
 def larger_signature(

@@ -311,9 +311,10 @@ class PlanSearch:
         if earlier is not None and earlier.keeps_all == keeps_all:
             if not earlier.is_earlier:
                 own = own.pooled_with(earlier)
+                error = standard_error(own.deviation, own.reference_steps, deviations, self.limits)
             elif own.measured - error <= max_slowdown:  # else it is clearly too slow, whatever was measured before
                 own = own.combined_with(earlier, error)
-            error = standard_error(own.deviation, own.reference_steps, deviations, self.limits)
+                error = own.measured_error
         own = replace(own, measured_error=error)
         expected = self.expected_byte_seconds
         expected = plan.link.byte_seconds if expected is None else expected
@@ -323,7 +324,8 @@ class PlanSearch:
         is_clear = is_clear and (own.slowdown > max_slowdown) == (own.measured > max_slowdown)
         is_far = own.slowdown + self.limits.margins_before_keeping * own.error <= max_slowdown
         is_far = is_far and count >= self.limits.measurements_before_keeping
-        may_keep = bool(others) or is_far or count in (self.limits.judged_steps, self.limits.judged_steps_max)
+        has_judged = any(not each.is_earlier for each in others)
+        may_keep = has_judged or is_far or count in (self.limits.judged_steps, self.limits.judged_steps_max)
         is_clear = is_clear and earlier is None and (may_keep or own.slowdown > max_slowdown)
         if not is_clear and count < self.pairs_max:
             return None
@@ -386,7 +388,9 @@ class PlanSearch:
         best = self.best(max_slowdown)
         kept = [each.plan for each in self.tried if each.slowdown_max <= max_slowdown and each.is_earlier]
         found = min(kept, key=lambda each: each.peak_bytes, default=None)
-        return found if found and (best is None or found.peak_bytes < best.peak_bytes) else None
+        if found is None or not self.limits.is_worth_hooks(found.peak_bytes, found.unswapped_peak_bytes):
+            return None
+        return found if best is None or found.peak_bytes < best.peak_bytes else None
 
 
 def _same(plan: Plan, tried: Sequence[TriedPlan]) -> TriedPlan | None:

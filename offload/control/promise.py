@@ -238,13 +238,12 @@ class SlowdownPromise:
         limits = self._limits
         has_tried_enough = planned.replans >= limits.replans or search.steps >= limits.search_steps
         if reason is None or has_tried_enough or search.plan_before is not None:
-            unmeasured = search.unmeasured_best(allowed)
-            if unmeasured is None or has_tried_enough or search.plan_before is not None:
+            may_go_on = not has_tried_enough and search.plan_before is None
+            unmeasured = self._unmeasured_best(planned) if may_go_on else None
+            if unmeasured is None:
                 self._settle(planned)
                 return False
-            log.info("measuring a plan of an earlier training, with a peak of %s", format_bytes(unmeasured.peak_bytes))
             planned.replans += 1
-            planned.late = {}  # these tensors were late in another plan
             planned.follow(unmeasured, self._options.memory_limit)
             return False
         planned.replans += 1
@@ -348,9 +347,18 @@ class SlowdownPromise:
 
     def _plan(self, planned: PlannedStep, trace: Trace) -> Plan:
         plan = next_plan(planned, trace, self._options, self._limits, self._engine.device, self._earlier)
-        if plan is None and self._options.max_slowdown is not None:
-            plan = planned.search.unmeasured_best(self._options.max_slowdown)
+        if plan is None:
+            plan = self._unmeasured_best(planned)
         return self._end_search(planned) if plan is None else plan
+
+    def _unmeasured_best(self, planned: PlannedStep) -> Plan | None:
+        """Return a plan of an earlier training that is to be measured before the search ends; None if there is none."""
+        allowed = self._options.max_slowdown
+        plan = None if allowed is None else planned.search.unmeasured_best(allowed)
+        if plan is not None:
+            log.info("measuring a plan of an earlier training, with a peak of %s", format_bytes(plan.peak_bytes))
+            planned.late = {}  # these tensors were late in another plan
+        return plan
 
     def _settle(self, planned: PlannedStep) -> None:
         """End the search, and follow the plan that it ends with."""

@@ -26,12 +26,10 @@ class RunningStep:
         self._executor, self._plan, self._keeps_all = weakref.ref(executor), plan, keeps_all
         return executor
 
-    def end(self) -> bool:
-        """Note that a step begins; it may follow no plan. Return whether the latest step awaits its backward pass."""
-        executor = self._executor() if self._executor is not None else None
+    def end(self) -> None:
+        """Note that a step begins; it may follow no plan."""
         self._executor = self._plan = None
         self._keeps_all = False
-        return executor is not None and executor.cursor.node + 1 < executor.schedule.order.node_count
 
     @property
     def keeps_all(self) -> bool:

@@ -73,12 +73,11 @@ class TriedPlan:
     def combined_with(self, earlier: TriedPlan, error: float) -> TriedPlan:
         """Return the mean of this measurement and one of an earlier training, weighted by their inverse variances.
 
-        `error`: the standard error of this measurement. `deviation` becomes that of as many pairs of steps, for which
-        the mean has its standard error.
+        `error`: the standard error of this measurement. `measured_error` becomes that of the mean.
         """
         own, other = error**-2, earlier.measured_error**-2
         measured = (own * self.measured + other * earlier.measured) / (own + other)
-        return replace(self._with_measured(measured), deviation=sqrt(self.reference_steps / (own + other)))
+        return replace(self._with_measured(measured), measured_error=(own + other) ** -0.5)
 
     def _with_measured(self, measured: float) -> TriedPlan:
         explained_seconds = self.measured * self.compute_seconds - self.unexplained_seconds
