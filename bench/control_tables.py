@@ -52,6 +52,7 @@ def same_script_table(content: Mapping[str, Any]) -> Table:
     """How much memory varies between runs of the same script."""
     columns = ["runs", GRADIENTS, "memory", "spread of memory", "memory over plain", "step over plain", "kept", ""]
     malloc = " and ".join(sorted({run["allocator"] for run in content["runs"]}))
+    is_anew = content.get("anew", True)  # in older results, no run began with those before it
     groups = {
         "alone": [run for run in content["runs"] if not run["beside"]],
         "beside another program": [run for run in content["runs"] if run["beside"]],
@@ -75,8 +76,7 @@ def same_script_table(content: Mapping[str, Any]) -> Table:
             f"{kept} of {len(runs)}",
             mark,
         ]
-        rows.append(Row(f"same script, {malloc} / {name}", cells, mark))
-    is_anew = content.get("anew", True)  # results of before each training began with those before it
+        rows.append(Row(f"same script{'' if is_anew else ' again'}, {malloc} / {name}", cells, mark))
     begins = (
         "begins without what earlier ones have measured" if is_anew else "begins with what those before it measured"
     )

@@ -308,9 +308,13 @@ def slowdown_table(content: Mapping[str, Any]) -> Table:
     if any(row["max_slowdown"] is None for row in content["rows"]):
         note += " *Plain again*: both processes train without offload, so the difference is noise."
     note += above_plain([row for row in content["rows"] if row["max_slowdown"] is not None])
-    is_default = {row["max_slowdown"] for row in content["rows"]} - {None} == {0.05}
+    asked = {row["max_slowdown"] for row in content["rows"]} - {None}
+    what = "max_slowdown"
+    if len(asked) == 1:
+        [share] = asked
+        what = "the default max_slowdown" if share == 0.05 else f"a max_slowdown of {share:.0%}"
     # Both are measured on several machines, each with a table of its own.
-    title = f"Is {'the default ' if is_default else ''}max_slowdown kept? {processor_of(content['machine'])}"
+    title = f"Is {what} kept? {processor_of(content['machine'])}"
     return Table(title, columns, rows, content["machine"], note=note, page="targets")
 
 
