@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.util
-import os
 import tempfile
 import uuid
 from collections.abc import Callable, Mapping
@@ -30,9 +29,6 @@ NEEDS_CUDA = "needs CUDA"
 DISK_ELEMENTS_MIN = 1000  # the tutorial's own threshold
 LEAST_TRIES = 4  # the first gives the least limit; more are needed if a step needs more than was profiled
 LEAST_MARGIN = 0.005
-
-# Every figure is that of a first training: what an earlier one has measured does not count (`same_script.py` differs).
-os.environ.setdefault("OFFLOAD_SEARCH_ANEW", "1")
 
 
 class Inapplicable(Exception):

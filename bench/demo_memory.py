@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -37,7 +38,8 @@ def train(name: str, options: Sequence[str], folder: str) -> dict[str, Any]:
     """
     offload = [sys.executable, "-m", "offload"]
     command = [*offload, "run", "--", *offload, "demo", "--worker", name, "--device", "cpu", *options]
-    run = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False, cwd=folder)
+    environment = {**os.environ, "OFFLOAD_SEARCH_ANEW": "1"}  # as in a first training
+    run = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False, cwd=folder, env=environment)
     events = [json.loads(line) for line in run.stdout.splitlines() if line.startswith("{")]
     result: dict[str, Any] | None = next((event for event in events if event["event"] == "result"), None)
     if run.returncode != 0 or result is None:
