@@ -64,15 +64,12 @@ class EarlierSearches:
         The caller's arguments. `max_slowdown` is given, and `memory_limit` is not.
     limits
         `trainings_spread`.
-    folder
-        Where the files are. Default: ``offload`` in ``$XDG_CACHE_HOME`` or in ``~/.cache``.
     """
 
-    def __init__(self, device: torch.device, options: Options, limits: Limits, folder: Path | None = None) -> None:
+    def __init__(self, device: torch.device, options: Options, limits: Limits) -> None:
         self._device = device
         self._options = options
         self._limits = limits
-        self._folder = folder
 
     def find(self, trace: Trace, link: Link) -> EarlierSearch | None:
         """Return the latest search for this step. None if there is none, or if this trace lacks a recipe that it used.
@@ -82,7 +79,7 @@ class EarlierSearches:
         recipes = {tensor.id for tensor in trace.tensors if tensor.recompute is not None}
         try:
             key = self._key(trace)
-            path = cache_path("search", key, self._folder)
+            path = cache_path("search", key)
             found = load(path, key, KEPT_SECONDS_MAX)
             if found is None:
                 return None
@@ -108,9 +105,9 @@ class EarlierSearches:
         number = next((number for number, each in enumerate(tried) if each is ended_with), None)
         try:
             key = self._key(plan.trace)
-            path = cache_path("search", key, self._folder)
-            save(path, key, {"tried": [*map(_written, tried)], "plan": number})
+            path = cache_path("search", key)
             discard_older(path.parent, "search", KEPT_SECONDS_MAX)
+            save(path, key, {"tried": [*map(_written, tried)], "plan": number})
         except OSError as error:
             log.info("what this search has measured is not kept, so the next one begins anew: %s", error)
 
