@@ -9,7 +9,7 @@ from planned_rig import assert_equal, batch, enabled, known_link, make, told_blo
 
 import offload
 from offload.control.limits import LIMITS
-from offload.control.phase import SignatureState, larger_signature
+from offload.control.phase import SignatureState, SignatureStates
 from offload.control.promise import SlowdownPromise
 from offload.control.signature import Signature
 from offload.control.trials import Trials
@@ -104,11 +104,11 @@ def test_no_plan_is_borrowed_from_a_profile_without_temporaries():
     def signature(rows):
         return Signature(((rows, 4),), (torch.float32,), 16 * rows)
 
-    states = {signature(rows): state(rows == 600) for rows in (500, 400, 550, 600)}
-    own = SignatureState()
-    assert larger_signature(states, signature(300), own, 3) is states[signature(550)]
-    assert larger_signature(states, signature(580), own, 3) is None
-    assert larger_signature(states, signature(300), own, 4) is None
+    states = SignatureStates({signature(rows): state(rows == 600) for rows in (500, 400, 550, 600)})
+    states |= {signature(rows): SignatureState() for rows in (300, 580)}
+    assert states.lender(signature(300), 3) is states[signature(550)]
+    assert states.lender(signature(580), 3) is None
+    assert states.lender(signature(300), 4) is None
 
 
 def test_a_first_limit_that_cannot_be_kept_is_refused_until_it_can(tmp_path):

@@ -8,7 +8,6 @@ calls `observer`. The step's hooks report to the object that it returns.
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
 from collections.abc import Callable
 from copy import copy
 from dataclasses import replace
@@ -18,7 +17,8 @@ from torch import nn
 
 from offload.control.limits import LIMITS, Limits
 from offload.control.own_copies import OwnCopies
-from offload.control.phase import Phase, SignatureState, larger_signature
+from offload.control.peak_watch import PeakWatch
+from offload.control.phase import Phase, SignatureState, SignatureStates
 from offload.control.planned_step import PlannedStep
 from offload.control.profile_listener import ProfileListener, tell_profile
 from offload.control.promise import SlowdownPromise
@@ -100,7 +100,8 @@ class PlanController:
         self._promise = SlowdownPromise(options, limits, engine, self._copies, plan_state)
         self._link: Link | None = None  # the last measurement
         self._blocks = LargeBlocks()
-        self._states: OrderedDict[object, SignatureState] = OrderedDict()  # in order of use, latest last
+        self._states = SignatureStates()
+        self._peaks = PeakWatch(engine.device, options.memory_limit, limits)
         self._return_blocks()
         self._latest: PlannedStep | None = None
         self.running = RunningStep()
@@ -125,9 +126,11 @@ class PlanController:
             self.end_finished_profiles()
             self._read_profiles()
             held = partial(self._held_before, signature)  # called only if needed: it visits hundreds of tensors
-            state = self._state(signature)
+            state = self._states.use(signature, self._limits.signatures)
+            if self._peaks.has_grown():
+                return self._record_anew(state, signature, model, held())
             planned = state.planned
-            lender = None if planned else larger_signature(self._states, signature, state, self._limits.borrow_from)
+            lender = None if planned else self._states.lender(signature, self._limits.borrow_from)
             if lender is not None:
                 return self._borrow(state, signature, lender, model, held)
             if planned is None or planned.is_incomplete:
@@ -165,18 +168,9 @@ class PlanController:
                 return True
             return state.planned.steps % self._limits.recheck_steps == 0
 
-    def _state(self, signature: object) -> SignatureState:
-        state = self._states.setdefault(signature, SignatureState())
-        self._states.move_to_end(signature)
-        while len(self._states) > self._limits.signatures:
-            oldest = self._states.popitem(last=False)[1]
-            if oldest.profiler is not None:
-                oldest.profiler.stop()
-        return state
-
     def _record(self, state: SignatureState, model: nn.Module, held: HeldBytes) -> StepObserver:
         """Profile this step. Swap on demand instead if an earlier one awaits backward, or if many steps deviated."""
-        for profiler in self._profilers():
+        for profiler in self._states.profilers():
             profiler.rounds_since += 1
             if profiler.rounds_since > self._limits.pending_steps:
                 profiler.stop()  # its backward is no longer expected
@@ -190,9 +184,9 @@ class PlanController:
         return state.profiler
 
     def _record_anew(self, state: SignatureState, signature: object, model: nn.Module, held: HeldBytes) -> StepObserver:
-        """Discard all profiles and profile this step: the set of compiled submodules to recompute has changed."""
+        """Discard all profiles and profile this step: needed memory, or the choice of regions, has changed."""
         self.end_profiles()
-        self._states = OrderedDict([(signature, state)])
+        self._states = SignatureStates({signature: state})
         state.planned = state.profiler = None
         return self._record(state, model, held)
 
@@ -235,6 +229,8 @@ class PlanController:
         self._latest = planned
         is_reference = self._promise.begin_reference(planned, self._counts)
         self._counts.settled_steps += not is_reference and state.phase in _STEADY
+        if planned.plan_steps > 1:  # a plan's first step may need more than the steps of the plan before it
+            self._peaks.begin()
         about = self._about(signature, self._promise.reference_schedule(planned) if is_reference else planned.schedule)
         if not is_reference and (planned.is_behind or not self._measures(state, planned)):
             self._counts.unmeasured_steps += 1
@@ -299,6 +295,8 @@ class PlanController:
                 if self.regions.are_given_up(None):
                     return self._record_anew(state, signature, model, held())
                 return self._record(state, model, held())
+        if larger.plan_steps > 1:
+            self._peaks.begin()
         self._counts.borrowed_steps += 1
         self._counts.unmeasured_steps += 1
         assert larger.schedule is not None
@@ -315,20 +313,17 @@ class PlanController:
     def forget(self, signature: object) -> None:
         """Count a deviation and discard the plan. The next step is profiled, unless `limits.deviations` is reached."""
         with self._lock:
-            self._state(signature).deviate(self._limits.deviations)
-
-    def _profilers(self) -> list[Profiler]:
-        return [state.profiler for state in list(self._states.values()) if state.profiler is not None]
+            self._states.use(signature, self._limits.signatures).deviate(self._limits.deviations)
 
     def end_finished_profiles(self) -> None:
         """Stop the profilers of steps that are over, and of those whose graph was freed without a backward pass."""
-        for profiler in self._profilers():
+        for profiler in self._states.profilers():
             if profiler.finished or profiler.is_lost:
                 profiler.stop()
 
     def end_profiles(self) -> None:
         """Stop all profilers, even those of steps that have not ended."""
-        for profiler in self._profilers():
+        for profiler in self._states.profilers():
             profiler.stop()
 
     def _read_profiles(self) -> None:

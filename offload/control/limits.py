@@ -148,6 +148,10 @@ class Limits:
     pinned_share, spare_pinned_bytes
         Once a plan agrees with the measurements, pinned host memory is returned if the store holds over
         `spare_pinned_bytes` more than `pinned_share` times the most that its steps have needed.
+    growth_share, growth_bytes, growths
+        With `memory_limit`, the plans are discarded if a planned step has needed much more memory than the steps before
+        it: more than `growth_share` of the limit and, on the CPU, more than `growth_bytes` (`PeakWatch`). At most
+        `growths` times.
     kept_share, kept_room, device_kept_room
         Without `memory_limit`, reference steps keep every tensor if there is room. The *difference* is that of the peak
         without swapping and the plan's peak. On the CPU: if the difference is at most `kept_share` of the former, and
@@ -210,6 +214,9 @@ class Limits:
     min_tensor_bytes: int = 0
     pinned_share: float = 1.25
     spare_pinned_bytes: int = 1 << 30
+    growth_share: float = 0.05
+    growth_bytes: int = 16 << 20
+    growths: int = 3
     kept_share: float = 0.15
     kept_room: float = 8.0
     device_kept_room: float = 1.5

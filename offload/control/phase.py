@@ -18,14 +18,14 @@ from __future__ import annotations
 
 import enum
 import logging
-from collections.abc import Mapping
+from collections import OrderedDict
 from dataclasses import dataclass
 
 from offload.control.planned_step import PlannedStep
 from offload.control.signature import Signature
 from offload.profiling.profiler import Profiler
 
-__all__ = ["Phase", "SignatureState", "larger_signature"]
+__all__ = ["Phase", "SignatureState", "SignatureStates"]
 
 log = logging.getLogger("offload")
 
@@ -83,29 +83,42 @@ class SignatureState:
             self.enter(Phase.ON_DEMAND, "steps keep deviating from the recorded one")
 
 
-def larger_signature(
-    states: Mapping[object, SignatureState], signature: object, state: SignatureState, borrow_from: int
-) -> SignatureState | None:
-    """Return the signature used last, with a profile, whose inputs are at least as large in every dimension.
+class SignatureStates(OrderedDict[object, SignatureState]):
+    """The states of all signatures, in order of use, latest last."""
 
-    None if there is none.
+    def use(self, signature: object, most: int) -> SignatureState:
+        """Return the state of the signature that is used now. If there are over `most`, the oldest is discarded."""
+        state = self.setdefault(signature, SignatureState())
+        self.move_to_end(signature)
+        while len(self) > most:
+            oldest = self.popitem(last=False)[1]
+            if oldest.profiler is not None:
+                oldest.profiler.stop()
+        return state
 
-    A smaller step that follows its plan keeps the memory limit too. So if sequence lengths vary from step to step, not
-    every length has to be profiled.
+    def profilers(self) -> list[Profiler]:
+        """Return the profilers of all steps whose profile has not been read."""
+        return [state.profiler for state in list(self.values()) if state.profiler is not None]
 
-    Parameters
-    ----------
-    states
-        The states of all signatures, in order of use, latest last.
-    signature, state
-        The signature of the step that begins, and its state.
-    borrow_from
-        Number of signatures that must have a profile before a new one may use the plan of a larger one.
-    """
-    profiled = [(other, each) for other, each in states.items() if each.planned and not each.planned.is_incomplete]
-    if len(profiled) < borrow_from or state.deviations or not isinstance(signature, Signature):
-        return None
-    fitting = (
-        each for other, each in reversed(profiled) if isinstance(other, Signature) and signature.is_within(other)
-    )
-    return next(fitting, None)
+    def lender(self, signature: object, borrow_from: int) -> SignatureState | None:
+        """Return the signature used last, with a profile, whose inputs are at least as large in every dimension.
+
+        None if there is none.
+
+        A smaller step that follows its plan keeps the memory limit too. So if sequence lengths vary from step to step,
+        not every length has to be profiled.
+
+        Parameters
+        ----------
+        signature
+            The signature of the step that begins. It has no plan.
+        borrow_from
+            Number of signatures that must have a profile before a new one may use the plan of a larger one.
+        """
+        profiled = [(other, each) for other, each in self.items() if each.planned and not each.planned.is_incomplete]
+        if len(profiled) < borrow_from or self[signature].deviations or not isinstance(signature, Signature):
+            return None
+        fitting = (
+            each for other, each in reversed(profiled) if isinstance(other, Signature) and signature.is_within(other)
+        )
+        return next(fitting, None)
