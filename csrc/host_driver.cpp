@@ -11,6 +11,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cstring>
+#include <system_error>
 #include <thread>
 
 #include "copy_log.h"
@@ -61,7 +62,19 @@ Stream HostDriver::stream_create() {
   }
   // Detached: a worker holds references to its driver and its stream, and ends when the stream is closed and drained.
   // So no destructor has to join it.
-  if (order_ != LaneOrder::stepped) std::thread(worker, shared_from_this(), stream).detach();
+  if (order_ != LaneOrder::stepped) {
+    try {
+      std::thread(worker, shared_from_this(), stream).detach();
+    } catch (const std::system_error& error) {
+      {
+        std::lock_guard lock(mutex_);
+        streams_.erase(std::find(streams_.begin(), streams_.end(), stream));
+      }
+      throw DriverError("pthread_create", error.code().value(),
+                        "the engine needs one thread for each copy stream, and the system refuses another one: raise "
+                        "the limit on threads (ulimit -u) or on the address space (ulimit -v), or use fewer threads");
+    }
+  }
   return stream.get();
 }
 
