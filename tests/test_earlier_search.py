@@ -324,12 +324,13 @@ def test_the_latest_plans_are_kept_and_old_files_deleted(folder, monkeypatch):
     assert 2 <= len(kept["tried"]) <= 3
     assert kept["tried"][kept["plan"]]["swaps"] == [list(swap) for swap in first.plan.swaps]
     old = path.with_name("search-0000000000000000.json")
+    unfinished = path.with_name("search-0000000000000000abc.part")
     other = path.with_name("link-0000000000000000.json")
-    for each in (old, other):
+    for each in (old, unfinished, other):
         each.write_text("{}")
         os.utime(each, (0, 0))
     train(*about, 1)
-    assert (old.exists(), other.exists()) == (False, True)
+    assert [each.exists() for each in (old, unfinished, other)] == [False, False, True]
 
 
 def test_a_plan_whose_recipes_are_not_known_waits_for_them(folder, caplog):

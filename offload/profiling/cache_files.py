@@ -91,8 +91,11 @@ def save(path: Path, key: Mapping[str, Any], results: Mapping[str, Any]) -> None
 
 
 def discard_older(folder: Path, kind: str, seconds_max: float) -> None:
-    """Delete the files of this kind that were written longer ago than `seconds_max`. Raises `OSError`."""
-    for path in folder.glob(f"{kind}-*.json"):
+    """Delete the files of this kind that were written longer ago than `seconds_max`. Raises `OSError`.
+
+    This includes unfinished files of processes that were killed while they wrote.
+    """
+    for path in folder.glob(f"{kind}-*"):
         with suppress(FileNotFoundError):  # another process has deleted it
             if time.time() - path.stat().st_mtime > seconds_max:
                 path.unlink()
