@@ -72,7 +72,8 @@ Stream HostDriver::stream_create() {
       }
       throw DriverError("pthread_create", error.code().value(),
                         "the engine needs one thread for each copy stream, and the system refuses another one: raise "
-                        "the limit on threads (ulimit -u) or on the address space (ulimit -v), or use fewer threads");
+                        "the limit on threads (ulimit -u; in a container, pids.max) or on the address space (ulimit "
+                        "-v), or use fewer threads");
     }
   }
   return stream.get();

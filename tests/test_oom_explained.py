@@ -243,7 +243,7 @@ def test_another_rank_of_this_run_is_not_to_be_ended(monkeypatch: pytest.MonkeyP
     """Ranks have a launcher in common."""
     lines = {os.getpid(): [os.getpid(), 500, 1], 600: [600, 500, 1], 700: [700, 1]}
     monkeypatch.setattr(device_memory, "_with_ancestors", lines.__getitem__)
-    monkeypatch.setattr(device_memory, "_read", lambda path: f"Uid:\t{os.getuid()}\t{os.getuid()}\t0\t0\n")
+    monkeypatch.setattr(device_memory, "read", lambda path: f"Uid:\t{os.getuid()}\t{os.getuid()}\t0\t0\n")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     assert not device_memory._can_be_ended(600)
     assert device_memory._can_be_ended(700)

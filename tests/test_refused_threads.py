@@ -1,11 +1,13 @@
 """A system that refuses the engine's threads: `enable` says so, and works once it may."""
 
 import json
+import tempfile
+from pathlib import Path
 
 from forked_python import run_python
 
 SCRIPT = """
-import json, os, resource, sys
+import json, os, resource
 import torch
 import offload
 
@@ -27,11 +29,10 @@ with offload.enable(model, n_tensors=-1, min_tensor_bytes=1, spill_dir={folder!r
 """
 
 
-def test_enable_says_which_limit_refuses_a_thread(tmp_path):
-    tmp_path.chmod(0o777)
-    for parent in tmp_path.parents[:2]:
-        parent.chmod(0o755)
-    ran = run_python("-c", SCRIPT.format(folder=str(tmp_path)))
+def test_enable_says_which_limit_refuses_a_thread():
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o777)  # for the other user
+        ran = run_python("-c", SCRIPT.format(folder=folder))
     assert ran.returncode == 0, ran.stderr
     told, swapped = json.loads(ran.stdout)
     assert told.startswith("pthread_create failed with code 11: the engine needs one thread for each copy stream")

@@ -23,6 +23,7 @@ from offload.control.planned_step import PlannedStep
 from offload.control.profile_listener import ProfileListener, tell_profile
 from offload.control.promise import SlowdownPromise
 from offload.control.regions import CompiledRegions
+from offload.control.repeated_profile import keeps_profile
 from offload.control.running_step import RunningStep
 from offload.control.signature import Signature
 from offload.control.state_plan import StatePlanner
@@ -128,7 +129,7 @@ class PlanController:
             held = partial(self._held_before, signature)  # called only if needed: it visits hundreds of tensors
             state = self._states.use(signature, self._limits.signatures)
             if self._peaks.has_grown():
-                return self._record_anew(state, signature, model, held())
+                self._states.doubt()
             planned = state.planned
             lender = None if planned else self._states.lender(signature, self._limits.borrow_from)
             if lender is not None:
@@ -184,10 +185,10 @@ class PlanController:
         return state.profiler
 
     def _record_anew(self, state: SignatureState, signature: object, model: nn.Module, held: HeldBytes) -> StepObserver:
-        """Discard all profiles and profile this step: needed memory, or the choice of regions, has changed."""
+        """Discard all profiles and profile this step: the set of compiled submodules to recompute has changed."""
         self.end_profiles()
         self._states = SignatureStates({signature: state})
-        state.planned = state.profiler = None
+        state.planned = state.doubted = state.profiler = None
         return self._record(state, model, held)
 
     def _judge(self, state: SignatureState, planned: PlannedStep, held: HeldBefore) -> None:
@@ -295,7 +296,7 @@ class PlanController:
                 if self.regions.are_given_up(None):
                     return self._record_anew(state, signature, model, held())
                 return self._record(state, model, held())
-        if larger.plan_steps > 1:
+        else:
             self._peaks.begin()
         self._counts.borrowed_steps += 1
         self._counts.unmeasured_steps += 1
@@ -313,16 +314,19 @@ class PlanController:
     def forget(self, signature: object) -> None:
         """Count a deviation and discard the plan. The next step is profiled, unless `limits.deviations` is reached."""
         with self._lock:
+            self._peaks.cancel()
             self._states.use(signature, self._limits.signatures).deviate(self._limits.deviations)
 
     def end_finished_profiles(self) -> None:
         """Stop the profilers of steps that are over, and of those whose graph was freed without a backward pass."""
+        self._peaks.end()
         for profiler in self._states.profilers():
             if profiler.finished or profiler.is_lost:
                 profiler.stop()
 
     def end_profiles(self) -> None:
         """Stop all profilers, even those of steps that have not ended."""
+        self._peaks.end()
         for profiler in self._states.profilers():
             profiler.stop()
 
@@ -337,6 +341,8 @@ class PlanController:
             return  # its backward has not ended
         state.profiler = None
         self._on_recorded(profile.order)
+        if keeps_profile(state, profile, profiler, self._options, self._limits):
+            return
         measured = profiler.stopwatch.measured(profile.order.node_count)
         if self._link is not None and self._copies.are_known:
             link = self._copies.link(self._link)
@@ -375,8 +381,7 @@ class PlanController:
     def main(self) -> PlannedStep | None:
         """The `PlannedStep` with the largest number of steps; in a tie, the one used last."""
         with self._lock:
-            planned = [each.planned for each in reversed(self._states.values()) if each.planned is not None]
-        return max(planned, key=lambda each: each.steps, default=None)
+            return self._states.main()
 
     @property
     def gives_up(self) -> bool:

@@ -148,10 +148,11 @@ class Limits:
     pinned_share, spare_pinned_bytes
         Once a plan agrees with the measurements, pinned host memory is returned if the store holds over
         `spare_pinned_bytes` more than `pinned_share` times the most that its steps have needed.
-    growth_share, growth_bytes, growths
-        With `memory_limit`, the plans are discarded if a planned step has needed much more memory than the steps before
-        it: more than `growth_share` of the limit and, on the CPU, more than `growth_bytes` (`PeakWatch`). At most
-        `growths` times.
+    growth_share, growth_bytes
+        With `memory_limit`, steps are profiled again if the device's peak has grown within a planned step
+        (`PeakWatch`). On the CPU: by more than `growth_share` of the limit, and by more than `growth_bytes`. On an
+        accelerator: to more than the limit and `growth_share` of it. What counts as growth doubles each time. If a step
+        needs more than the profiled one by over `growth_share` of the limit, it is planned again.
     kept_share, kept_room, device_kept_room
         Without `memory_limit`, reference steps keep every tensor if there is room. The *difference* is that of the peak
         without swapping and the plan's peak. On the CPU: if the difference is at most `kept_share` of the former, and
@@ -216,7 +217,6 @@ class Limits:
     spare_pinned_bytes: int = 1 << 30
     growth_share: float = 0.05
     growth_bytes: int = 16 << 20
-    growths: int = 3
     kept_share: float = 0.15
     kept_room: float = 8.0
     device_kept_room: float = 1.5

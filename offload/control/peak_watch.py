@@ -1,27 +1,21 @@
-"""With `memory_limit`, notices that a planned step has needed much more memory than the steps before it."""
+"""With `memory_limit`, notices that the device's peak has grown within a planned step."""
 
 from __future__ import annotations
-
-import logging
 
 import torch
 
 from offload.control.limits import Limits
 from offload.devices.memory import peak_bytes
-from offload.units import format_bytes
 
 __all__ = ["PeakWatch"]
 
-log = logging.getLogger("offload")
-
 
 class PeakWatch:
-    """Compares the peak of the device's memory before and after steps that follow a plan.
+    """Compares the device's peak of memory before and after steps that follow a plan.
 
     Hooks see what is saved for backward, but not what code outside of the model allocates, such as a loss that is added
-    after some epochs. The device's peak includes it. Nothing is noticed if the peak was as high before, for example
-    while the model was loaded. On the CPU the peak is that of the resident set, which also grows for other reasons: so
-    only a large growth within one step counts.
+    after some epochs. The device's peak includes it, but also other memory: so growth is only a reason to profile
+    steps again. Nothing is noticed if the peak was as high before, for example while the model was loaded.
 
     Parameters
     ----------
@@ -33,37 +27,34 @@ class PeakWatch:
         self._device = device
         self._limits = limits
         self._limit_bytes = limit_bytes
-        self._known_bytes = limit_bytes or 0  # the limit, or a peak above it that has been noticed
-        self._before: int | None = None  # the peak when the step began; None if the step is not watched
-        self._latest: int | None = None  # the peak at the end of the step before, if that step was watched
-        self._left = limits.growths if limit_bytes is not None else 0
+        self._growth_bytes = limits.growth_share * (limit_bytes or 0)
+        if device.type == "cpu":  # the peak is that of the resident set, which malloc and other code change too
+            self._growth_bytes = max(self._growth_bytes, limits.growth_bytes)
+        self._before: int | None = None  # the peak when the step began; None if no step is watched
+        self._has_grown = False
 
     def begin(self) -> None:
         """Note the peak: a step begins that is expected to need no more memory than the steps before it."""
-        if self._left:
-            self._before = peak_bytes(self._device) if self._latest is None else self._latest
+        if self._limit_bytes is not None:
+            self._before = peak_bytes(self._device)
+
+    def cancel(self) -> None:
+        """Stop watching the step: it differs from the profiled one in what it saves, so it may need more."""
+        self._before = None
+
+    def end(self) -> None:
+        """Compare the peak with that before the watched step, if there is one: the step is over."""
+        before, self._before = self._before, None
+        if before is None or self._limit_bytes is None:
+            return
+        now = peak_bytes(self._device)
+        # The resident set includes all tensors, so it is at least as large as what the limit counts.
+        known = before if self._device.type == "cpu" else self._limit_bytes
+        if now > max(before, self._limit_bytes) and now - known > self._growth_bytes:
+            self._has_grown = True
+            self._growth_bytes *= 2
 
     def has_grown(self) -> bool:
-        """Return whether the watched step, which ends now, needed much more memory. Logs it; at most `growths` times.
-
-        On the CPU: whether the peak has grown by more than `growth_share` of the limit, and by more than
-        `growth_bytes`. On an accelerator: whether it has grown, and exceeds the limit by more than `growth_share`.
-        """
-        before, self._before, self._latest = self._before, None, None
-        if before is None:
-            return False
-        self._latest = now = peak_bytes(self._device)
-        assert self._limit_bytes is not None
-        allowed_bytes = self._limits.growth_share * self._limit_bytes
-        if self._device.type == "cpu":
-            has_grown = now - before > max(allowed_bytes, self._limits.growth_bytes)
-        else:
-            has_grown = now > before and now > self._known_bytes + allowed_bytes
-        if has_grown:
-            self._known_bytes = now
-            self._left -= 1
-            log.info(
-                "a step needed more memory than the steps before it (%s more at its peak): each step is profiled again",
-                format_bytes(now - before),
-            )
+        """Return whether the peak has grown in a watched step since the last call."""
+        has_grown, self._has_grown = self._has_grown, False
         return has_grown

@@ -8,7 +8,8 @@ A signature is the shapes and kinds of a step's inputs (`signature.py`). The con
         │      TRIAL ◀┘  └─────────┴────────────┤   if measured steps differ from the plan, or more memory is in use
         │                          ▲            │
         │                          └────────────┘   if a plan is measured again (`SlowdownPromise`)
-        └── from any phase, if a step differs from the recorded one; to ON_DEMAND, if this happens too often
+        └── from any phase, if a step differs from the recorded one; to ON_DEMAND, if this happens too often; from the
+            last three, if a step may need more memory than the recorded one (`PeakWatch`)
 
 If a swap-only plan slows the step (with `max_slowdown`: if it swaps, or needs more memory than the lowest feasible
 limit), a trial step follows. It tests which tensors can be recomputed, and measures the nodes. A new plan follows.
@@ -43,6 +44,9 @@ class Phase(enum.Enum):
     ON_DEMAND = "on demand"  # steps differed too often: no plan; every tensor is swapped, and loaded on demand
 
 
+_PLANNED = Phase.MEASURING, Phase.STEADY, Phase.UNHOOKED
+
+
 @dataclass
 class SignatureState:
     """The phase and the data of one signature.
@@ -55,6 +59,8 @@ class SignatureState:
         The profiler of a step that has been recorded, until its profile is read; None otherwise.
     planned
         The latest profile with its plan and measurements; None before the first profile.
+    doubted
+        The latest profile, while the step is profiled again because it may need more memory now; None otherwise.
     deviations
         Number of steps that have differed from the recorded one.
     """
@@ -62,6 +68,7 @@ class SignatureState:
     phase: Phase = Phase.PROFILING
     profiler: Profiler | None = None
     planned: PlannedStep | None = None
+    doubted: PlannedStep | None = None
     deviations: int = 0
 
     def enter(self, phase: Phase, why: str = "") -> None:
@@ -72,7 +79,7 @@ class SignatureState:
 
     def deviate(self, limit: int) -> None:
         """Discard the plan: a step differed from the recorded one. After `limit` such steps, no new plan is made."""
-        self.planned = None
+        self.planned = self.doubted = None
         self.deviations += 1
         if self.deviations == limit:
             log.info(
@@ -99,6 +106,17 @@ class SignatureStates(OrderedDict[object, SignatureState]):
     def profilers(self) -> list[Profiler]:
         """Return the profilers of all steps whose profile has not been read."""
         return [state.profiler for state in list(self.values()) if state.profiler is not None]
+
+    def main(self) -> PlannedStep | None:
+        """Return the `PlannedStep` with the largest number of steps; in a tie, the one used last. None without any."""
+        known = [state.planned or state.doubted for state in reversed(self.values())]
+        return max(filter(None, known), key=lambda each: each.steps, default=None)
+
+    def doubt(self) -> None:
+        """Have the next step of each signature profiled again: it may need more memory than the profiled one."""
+        for state in self.values():
+            if state.phase in _PLANNED:
+                state.planned, state.doubted = None, state.planned
 
     def lender(self, signature: object, borrow_from: int) -> SignatureState | None:
         """Return the signature used last, with a profile, whose inputs are at least as large in every dimension.

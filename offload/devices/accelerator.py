@@ -112,15 +112,19 @@ class Accelerator:
 
     def allocated_bytes(self) -> int:
         """Return the bytes that torch's allocator has allocated to tensors."""
-        nested = getattr(self.module, "memory_stats_as_nested_dict", None)
-        if nested is None:
-            return int(self.module.memory_allocated(self.torch_device))
-        stats = nested(self.torch_device)  # faster: memory_allocated flattens all statistics first
-        return int(stats["allocated_bytes"]["all"]["current"]) if stats else 0
+        return self._allocated("current")
 
     def peak_bytes(self) -> int:
         """Return the maximum of the bytes allocated to tensors."""
-        return int(self.module.max_memory_allocated(self.torch_device))
+        return self._allocated("peak")
+
+    def _allocated(self, figure: str) -> int:
+        nested = getattr(self.module, "memory_stats_as_nested_dict", None)
+        if nested is None:
+            whole = self.module.memory_allocated if figure == "current" else self.module.max_memory_allocated
+            return int(whole(self.torch_device))
+        stats = nested(self.torch_device)  # faster: memory_allocated flattens all statistics first
+        return int(stats["allocated_bytes"]["all"][figure]) if stats else 0
 
     def reset_peak(self) -> None:
         """Reset torch's own statistic, for all its users."""

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import os
-import resource
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,8 +15,7 @@ import torch
 
 from offload import _core
 from offload.devices.control_group import control_groups
-
-_KIB = 1024
+from offload.devices.proc import resident_set
 
 
 class Cpu:
@@ -58,8 +56,7 @@ class Cpu:
 
     def peak_bytes(self) -> int:
         """Return the largest resident set since the process started."""
-        known_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _KIB
-        return max(known_bytes, self.allocated_bytes())  # the system counts the latest pages later
+        return resident_set()[1]
 
     def reset_peak(self) -> None:
         """Do nothing: the system's peak cannot be reset."""

@@ -17,6 +17,7 @@ import torch
 from offload.devices.accelerator import Accelerator, watch_out_of_memory
 from offload.devices.control_group import tightest_control_group
 from offload.devices.device import device_of
+from offload.devices.proc import kilobyte_fields, read
 from offload.devices.processes import local_processes
 from offload.units import format_bytes
 
@@ -27,7 +28,6 @@ __all__ = [
     "memory_of",
     "peak_bytes",
     "record_out_of_memory",
-    "resident_set",
 ]
 
 _PROCESSES_MAX = 3
@@ -167,13 +167,6 @@ def peak_bytes(device: torch.device) -> int:
     return device_of(device).peak_bytes()
 
 
-def resident_set() -> tuple[int, int]:
-    """Return the resident set of this process in bytes: its size now and its peak."""
-    status = _kilobyte_fields("/proc/self/status")
-    now = status.get("VmRSS", 0)
-    return now, max(now, status.get("VmHWM", 0))
-
-
 # -- an accelerator ---------------------------------------------------------------------------------------------------
 
 
@@ -236,7 +229,7 @@ def _gpu_processes(device: Accelerator) -> Iterator[Process]:
     others = [each for each in running if each.pid != os.getpid() and each.usedGpuMemory]
     for each in sorted(others, key=lambda process: -process.usedGpuMemory)[:_PROCESSES_MAX]:
         # In a container, NVML's pid may belong to an unrelated process: check that the process has the driver open.
-        uses_gpu = "/dev/nvidia" in _read(f"/proc/{each.pid}/maps")
+        uses_gpu = "/dev/nvidia" in read(f"/proc/{each.pid}/maps")
         yield Process(each.pid, _process_name(each.pid), each.usedGpuMemory, uses_gpu and _can_be_ended(each.pid))
 
 
@@ -260,11 +253,11 @@ def free_host_bytes() -> int:
 
     It is the least of the available RAM, the rest of the control group's limit and the rest of the address space.
     """
-    return _tightest_limit(_kilobyte_fields("/proc/self/status").get("VmSize", 0))[2]
+    return _tightest_limit(kilobyte_fields("/proc/self/status").get("VmSize", 0))[2]
 
 
 def _cpu_memory(asked_bytes: int | None) -> DeviceMemory:
-    status = _kilobyte_fields("/proc/self/status")
+    status = kilobyte_fields("/proc/self/status")
     resident, mapped = status.get("VmRSS", 0), status.get("VmSize", 0)
     limit, total, free = _tightest_limit(mapped)
     return DeviceMemory(
@@ -283,7 +276,7 @@ def _cpu_memory(asked_bytes: int | None) -> DeviceMemory:
 
 def _tightest_limit(mapped_bytes: int) -> tuple[str, int, int]:
     """Return the limit of this process with the least free memory: its name, its bytes, and how many are free."""
-    machine = _kilobyte_fields("/proc/meminfo")
+    machine = kilobyte_fields("/proc/meminfo")
     limits = [(_RAM, machine.get("MemTotal", 0), machine.get("MemAvailable", 0))]
     soft = resource.getrlimit(resource.RLIMIT_AS)[0]
     if soft != resource.RLIM_INFINITY:
@@ -298,7 +291,7 @@ def _largest_processes() -> list[Process]:
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         pid = int(folder.name)
-        resident = _kilobyte_fields(folder / "status").get("VmRSS", 0)
+        resident = kilobyte_fields(folder / "status").get("VmRSS", 0)
         if pid != os.getpid() and resident >= 1 << 28:
             found.append((resident, pid))
     largest = sorted(found, reverse=True)[:_PROCESSES_MAX]
@@ -307,7 +300,7 @@ def _largest_processes() -> list[Process]:
 
 def _can_be_ended(pid: int) -> bool:
     """Return whether a process belongs to this user, is not part of this run and did not start it."""
-    users = re.search(r"^Uid:\s+(\d+)\s+(\d+)", _read(f"/proc/{pid}/status"), re.M)
+    users = re.search(r"^Uid:\s+(\d+)\s+(\d+)", read(f"/proc/{pid}/status"), re.M)
     if users is None or {int(users[1]), int(users[2])} != {os.getuid()}:
         return False
     own, theirs = _with_ancestors(os.getpid()), _with_ancestors(pid)
@@ -320,27 +313,10 @@ def _with_ancestors(pid: int) -> list[int]:
     found: list[int] = []
     while pid > 0 and pid not in found:
         found.append(pid)
-        parent = re.search(r"^PPid:\s+(\d+)", _read(f"/proc/{pid}/status"), re.M)
+        parent = re.search(r"^PPid:\s+(\d+)", read(f"/proc/{pid}/status"), re.M)
         pid = int(parent[1]) if parent is not None else 0
     return found
 
 
 def _process_name(pid: int) -> str:
-    return _read(f"/proc/{pid}/comm").strip() or "name not readable"
-
-
-def _kilobyte_fields(path: str | Path) -> dict[str, int]:
-    fields = {}
-    for line in _read(path).splitlines():
-        name, _, value = line.partition(":")
-        words = value.split()
-        if len(words) == 2 and words[1] == "kB":
-            fields[name] = int(words[0]) * 1024
-    return fields
-
-
-def _read(path: str | Path) -> str:
-    try:
-        return Path(path).read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""
+    return read(f"/proc/{pid}/comm").strip() or "name not readable"

@@ -13,7 +13,7 @@ from offload.control.limits import LIMITS
 from offload.control.manual import ManualController, ManualStep
 from offload.control.planned_step import PlannedStep
 from offload.devices import allocator
-from offload.devices.memory import resident_set
+from offload.devices.proc import resident_set
 from offload.diagnostics.verdict import Verdict
 from offload.options import Options, is_in_memory
 from offload.plan import unswapped_bytes
