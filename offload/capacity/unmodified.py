@@ -17,8 +17,9 @@ from offload.capacity.optimizer_step import OptimizerWatch
 from offload.capacity.replay import Call
 from offload.control.registry import enabled_models
 from offload.session import enable
+from offload.torch_compat.backward_pass import OUTSIDE, current_backward
 
-__all__ = ["CALLS_MAX", "Enabled", "enable_models", "end_the_script"]
+__all__ = ["CALLS_MAX", "Enabled", "enable_models", "end_the_script", "has_part"]
 
 
 CALLS_MAX = 64  # of models in training mode, while the first step of an optimizer is awaited
@@ -70,7 +71,10 @@ def end_the_script() -> None:
 
 @contextmanager
 def enable_models(watch: OptimizerWatch) -> Iterator[Enabled]:
-    """Within, enable every model whose outermost module is called in training mode, unless a part of it is enabled.
+    """Within, enable every model whose outermost module is called in training mode.
+
+    It is not enabled if a part of it is, or if it is a part of an enabled model; nor in backward, where torch's
+    checkpoint calls modules.
 
     Parameters
     ----------
@@ -86,17 +90,19 @@ def enable_models(watch: OptimizerWatch) -> Iterator[Enabled]:
     found = Enabled(watch)
 
     def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if not (module.training and torch.is_grad_enabled()):
+        if not (module.training and torch.is_grad_enabled()) or current_backward() != OUTSIDE:
             return plain(module, *args, **kwargs)
         nn.Module.__call__ = plain  # type: ignore[method-assign]  # only the outermost module's call is of interest
         try:
             if any(parameter.requires_grad for parameter in module.parameters()):
-                if not _has_enabled_part(module):
+                enabled = [each.model for each in enabled_models() if each.model is not None]
+                if not any(has_part(module, model) or has_part(model, module) for model in enabled):
                     enable(module)
                     found.names.append(type(module).__name__)
                     found.call = found.call or Call.of(module, args, kwargs, _copied)
                 watch.listen()
-                found.count_call()
+                if not any(model is not module and has_part(model, module) for model in enabled):
+                    found.count_call()
             return plain(module, *args, **kwargs)
         finally:
             nn.Module.__call__ = call  # type: ignore[method-assign]
@@ -113,6 +119,6 @@ def _copied(tensor: Tensor) -> Tensor:
     return tensor.detach().to("cpu", copy=True).requires_grad_(tensor.requires_grad)
 
 
-def _has_enabled_part(module: nn.Module) -> bool:
-    enabled = {id(each.model) for each in enabled_models()}
-    return bool(enabled) and any(id(part) in enabled for part in module.modules())
+def has_part(model: nn.Module, module: nn.Module) -> bool:
+    """Return whether a module is this model or a part of it."""
+    return any(part is module for part in model.modules())

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -18,8 +18,9 @@ from offload.capacity.device import AbsentDevice
 from offload.capacity.optimizer_step import SMALLEST_BYTES, OptimizerWatch
 from offload.capacity.replay import Call, Held, called, own_loss
 from offload.capacity.step_counter import StepCounter
-from offload.capacity.unmodified import end_the_script
+from offload.capacity.unmodified import end_the_script, has_part
 from offload.control.profile_listener import RecordedStep
+from offload.torch_compat.backward_pass import OUTSIDE, current_backward
 from offload.torch_compat.fake import Fakes, converted_in_place, is_fake
 from offload.torch_compat.tensors import storage_identity
 
@@ -55,13 +56,13 @@ class CountedOptimizers(OptimizerWatch):
         return sum(each.untyped_storage().nbytes() for each in self._state())
 
     def _begin(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self.counter is not None:
+        if self.counter is not None and self.counter.finished:
             self.counter.end()
             self.counter.watch_peak()
 
     def _end(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         counter = self.counter
-        if counter is None:
+        if counter is None or not counter.finished:  # another model's optimizer may step first, as in a GAN
             return
         if not any(each is optimizer for each in self._seen):
             self._seen.append(optimizer)
@@ -213,9 +214,9 @@ class CountedScript:
                 return plain_call(module, *args, **kwargs)
             nn.Module.__call__ = plain_call  # type: ignore[method-assign]  # of the outermost module
             try:
-                if self._counter is not None:  # one step is counted
-                    self._counter.end()
-                    return plain_call(module, *args, **kwargs)
+                if self._counter is not None:
+                    with self._hooks_of_more(module):
+                        return plain_call(module, *args, **kwargs)
                 if not any(each.requires_grad for each in module.parameters()):
                     return plain_call(module, *args, **kwargs)
                 self._counter = self._note(module, args, kwargs)
@@ -247,6 +248,17 @@ class CountedScript:
     def run(self, call: Call, items: int, batch: int, held: Held) -> RecordedStep | None:
         """Count the call again; see `replay.sized`."""
         return count_step(call, items, batch, held, device=self._device, fakes=self.fakes)
+
+    def _hooks_of_more(self, module: nn.Module) -> AbstractContextManager[object]:
+        """Return hooks for a further call: of the counted model or a part of it, before the counted backward."""
+        assert self._counter is not None
+        assert self.call is not None
+        if current_backward() != OUTSIDE:  # torch's checkpoint runs a part of forward again
+            return nullcontext()
+        if self._counter.finished:  # one step is counted
+            self._counter.end()
+            return nullcontext()
+        return self._counter.hooks() if has_part(self.call.model, module) else nullcontext()
 
     def _note(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepCounter:
         self.call = Call.of(module, args, kwargs, self.fakes.like)

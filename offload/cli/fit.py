@@ -55,7 +55,8 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         description="Run a training script, which need not mention offload, until its first step has been profiled "
         "under the least memory. Tell whether the step fits into a limit: as it is, with swapping, or not. Options may "
         "come before or after the script's name; arguments after -- are passed to the script.",
-        epilog="exit status: 0 it fits, 2 a mistake in the call or no training step, 3 it does not fit",
+        epilog="exit status: 0 it fits, 2 a mistake in the call or no training step, 3 it does not fit; that of the "
+        "script if it fails",
     )
     parser.add_argument("script", metavar="train.py", help="the script; it need not call offload.enable")
     parser.add_argument("--memory", metavar="12GiB", help="the limit; default: the memory of the device")
