@@ -57,7 +57,7 @@ class PlanController:
     on_recorded
         Called with the recorded packs and unpacks of each profiled step.
     measure_link
-        Measures the speed of copies. Its argument limits the device memory that it uses, in bytes; None: no limit.
+        Measures the speed of copies. Its argument limits the device memory that it uses, in bytes.
         Called after each profiled step until the speed of the engine's own copies is known.
     held
         Returns the bytes of model, gradients and optimizers before a step, and how many of them are not on the device.
@@ -78,7 +78,7 @@ class PlanController:
         engine: Engine,
         counts: Counts,
         on_recorded: Callable[[StepOrder], None],
-        measure_link: Callable[[int | None], Link],
+        measure_link: Callable[[int], Link],
         held: HeldBefore,
         make_trial: MakeTrial,
         regions: CompiledRegions,

@@ -80,7 +80,7 @@ class DeviceSession:
         device: torch.device,
         options: Options,
         engine: Engine,
-        link: Callable[[int | None], Link],
+        link: Callable[[int], Link],
         on_recorded: Callable[[StepOrder], None],
         make_trial: MakeTrial,
         on_profile: ProfileListener | None,

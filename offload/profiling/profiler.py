@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from offload._core import SwappedStorage
+from offload.plan import unswapped_bytes
 from offload.plan.trace import Node, Trace
 from offload.profiling.allocations import StepAllocations
 from offload.profiling.model_state import HeldBytes
@@ -172,14 +173,15 @@ class Profile:
         nodes = tuple(replace(node, seconds=min(node.seconds, seconds or node.seconds)) for node, seconds in pairs)
         return replace(self, trace=replace(self.trace, nodes=nodes))
 
-    def room_bytes(self, limit_bytes: int | None, held: HeldBytes) -> int | None:
+    def room_bytes(self, limit_bytes: int | None, held: HeldBytes) -> int:
         """Return how many bytes the measurement of copy speed may use: `limit_bytes` less what `held` counts.
 
-        None without a limit. Otherwise at least 1/64 of the limit, so that blocks of a useful size can be copied in any
-        case: with ``optimizer_state="auto"``, state that a plan will move out may still take all of the limit.
+        Without a limit, it may use what a step without swapping needs. In any case it may use 1/64 of the limit, so
+        that blocks of a useful size can be copied: with ``optimizer_state="auto"``, state that a plan will move out may
+        still take all of the limit.
         """
         if limit_bytes is None:
-            return None
+            limit_bytes = max(unswapped_bytes(self.trace), default=0)
         gradient_bytes = max(held.gradients, self.made_gradient_bytes)  # `held` may be from before backward
         return max(limit_bytes // 64, limit_bytes - held.kept - gradient_bytes)
 
