@@ -212,7 +212,7 @@ def run(
     none = [0] * len(recorded.nodes)
     profile = Profile(order_of(recorded), recorded, members, none, HeldBytes(0, 0), knows_temporaries=True)
     planned = PlannedStep(limits, profile, believed, HeldBytes(0, 0))
-    state = controller._states[SIGNATURE] = SignatureState(Phase.PLANNING, planned=planned)
+    state = controller.states[SIGNATURE] = SignatureState(Phase.PLANNING, planned=planned)
     model = torch.nn.Identity()
     executors = {"MeteredExecutor": Executor, "ScheduleExecutor": Executor}
     with (

@@ -55,7 +55,7 @@ def test_steady_steps_are_measured_now_and_then(tmp_path):
     with enabled(model, memory_limit="1GiB", spill_dir=tmp_path) as handle:
         handle._controller._limits = replace(LIMITS, steady_measured_every=4, tolerance=math.inf, faster_link=math.inf)
         train(model, optimizer, [512] * 6)
-        (state,) = handle._controller._states.values()
+        (state,) = handle._controller.states.values()
         assert state.phase is Phase.STEADY
         before = handle.report()
         train(model, optimizer, [512] * 16)
@@ -79,7 +79,7 @@ def test_durations_are_of_computation_without_what_copies_slow_it_by(tmp_path, m
         hooks = len(plan.swaps) * plan.link.swap_seconds
         assert plan.overhead_seconds == pytest.approx(moved * 1e-9 + hooks)
         assert hooks > 0
-        (planned,) = [state.planned for state in handle._controller._states.values()]
+        (planned,) = [state.planned for state in handle._controller.states.values()]
         measured = handle.report().steps_measured
         steps = [record for record in measured if not record.profiled and not record.is_reference]
         steps = steps[-len(planned.node_seconds) :]

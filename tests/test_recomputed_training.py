@@ -137,7 +137,7 @@ def test_the_hooks_of_a_dropped_tensor_are_planned_as_those_of_a_swapped_one():
     model = make()
     with offload.enable(model, memory_limit=memory_limit, **KNOBS) as handle:
         train(model, 3)
-        (planned,) = [state.planned for state in handle._controller._states.values()]
+        (planned,) = [state.planned for state in handle._controller.states.values()]
         plan, tried = planned.plan, planned.recipes.recompute
         planned_seconds = {x.id: x.recompute.seconds for x in plan.trace.tensors if x.recompute}
         measured = [executor.measured(len(plan.trace.nodes)) for executor in planned.executors]

@@ -96,7 +96,7 @@ def test_shapes_choose_the_plan_where_the_model_itself_is_called_too(model, loss
     expected = train(deepcopy(model), None, losses, batches())
     with enabled(model) as handle:
         assert are_equal(train(model, handle, losses, batches()), expected)
-        signatures = list(handle._enabled.on_device.controller._states)
+        signatures = list(handle._enabled.on_device.controller.states)
         assert [each.shapes for each in signatures if each.shapes] == [((256, 64),)]
 
 

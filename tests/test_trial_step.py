@@ -153,7 +153,7 @@ def test_another_shape_and_a_new_recording_are_tried_on_their_own(trials, tmp_pa
         assert len(trials) == 2
         train(model, 2)
         assert len(trials) == 2
-        *_, signature = handle._controller._states
+        *_, signature = handle._controller.states
         handle._controller.forget(signature)
         train(model, 3)
         assert len(trials) == 3

@@ -6,7 +6,7 @@ shapes, and durations are operations divided by a device's speed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -79,9 +79,9 @@ class StepCounter(Recorder):
         self._all_saved: list[SavedStorage] = []
         self._gradients: set[int] = set()
         self._is_over = self._is_copying = self._is_listening = False
-        states = tensors_in([list(each.state.values()) for each in optimizers])
-        self._held = dict(map(_storage_of, [*model.parameters(), *model.buffers(), *states]))
-        self.held_bytes = sum(self._held.values())
+        self._held: dict[int, int] = {}
+        self._hold(tensors_in([list(each.state.values()) for each in optimizers]))
+        self.hold(model)
 
     # -- while the step runs ------------------------------------------------------------------------------------------
 
@@ -90,6 +90,14 @@ class StepCounter(Recorder):
         """Within, count what is allocated and freed in this thread."""
         with _Mode(self):
             yield
+
+    def hold(self, module: nn.Module) -> None:
+        """Count the parameters and buffers of a module as held before the step."""
+        self._hold([*module.parameters(), *module.buffers()])
+
+    def _hold(self, tensors: Iterable[Tensor]) -> None:
+        self._held.update(map(_storage_of, tensors))
+        self.held_bytes = sum(self._held.values())
 
     def hooks(self) -> saved_tensors_hooks:
         """Return the hooks for the model's forward."""

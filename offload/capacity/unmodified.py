@@ -73,8 +73,7 @@ def end_the_script() -> None:
 def enable_models(watch: OptimizerWatch) -> Iterator[Enabled]:
     """Within, enable every model whose outermost module is called in training mode.
 
-    It is not enabled if a part of it is, or if it is a part of an enabled model; nor in backward, where torch's
-    checkpoint calls modules.
+    It is not enabled if a part of it is, or if it is a part of an enabled model.
 
     Parameters
     ----------
@@ -90,7 +89,8 @@ def enable_models(watch: OptimizerWatch) -> Iterator[Enabled]:
     found = Enabled(watch)
 
     def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if not (module.training and torch.is_grad_enabled()) or current_backward() != OUTSIDE:
+        is_again = current_backward() != OUTSIDE and any(enabled_models())  # checkpoint runs a part of forward again
+        if not (module.training and torch.is_grad_enabled()) or is_again:
             return plain(module, *args, **kwargs)
         nn.Module.__call__ = plain  # type: ignore[method-assign]  # only the outermost module's call is of interest
         try:

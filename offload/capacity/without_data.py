@@ -18,7 +18,7 @@ from offload.capacity.device import AbsentDevice
 from offload.capacity.optimizer_step import SMALLEST_BYTES, OptimizerWatch
 from offload.capacity.replay import Call, Held, called, own_loss
 from offload.capacity.step_counter import StepCounter
-from offload.capacity.unmodified import end_the_script, has_part
+from offload.capacity.unmodified import CALLS_MAX, end_the_script
 from offload.control.profile_listener import RecordedStep
 from offload.torch_compat.backward_pass import OUTSIDE, current_backward
 from offload.torch_compat.fake import Fakes, converted_in_place, is_fake
@@ -193,6 +193,7 @@ class CountedScript:
         self.call: Call | None = None
         self._device = device
         self._counter: StepCounter | None = None
+        self._calls = 0  # after the first one, until backward
         self._batch: int | None = None
         self._input_bytes: dict[int, int] = {}
 
@@ -250,7 +251,7 @@ class CountedScript:
         return count_step(call, items, batch, held, device=self._device, fakes=self.fakes)
 
     def _hooks_of_more(self, module: nn.Module) -> AbstractContextManager[object]:
-        """Return hooks for a further call: of the counted model or a part of it, before the counted backward."""
+        """Return the context for a further call: the hooks, if it is one of the counted model before its backward."""
         assert self._counter is not None
         assert self.call is not None
         if current_backward() != OUTSIDE:  # torch's checkpoint runs a part of forward again
@@ -258,7 +259,11 @@ class CountedScript:
         if self._counter.finished:  # one step is counted
             self._counter.end()
             return nullcontext()
-        return self._counter.hooks() if has_part(self.call.model, module) else nullcontext()
+        self._calls += 1
+        if self._calls > CALLS_MAX:  # no backward needs what the first call has saved
+            end_the_script()
+        self._counter.hold(module)
+        return self._counter.hooks() if module is self.call.model else nullcontext()  # as `enable` has it
 
     def _note(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepCounter:
         self.call = Call.of(module, args, kwargs, self.fakes.like)

@@ -23,7 +23,7 @@ from offload.control.planned_step import PlannedStep
 from offload.control.profile_listener import ProfileListener, tell_profile
 from offload.control.promise import SlowdownPromise
 from offload.control.regions import CompiledRegions
-from offload.control.repeated_profile import keeps_profile
+from offload.control.repeated_profile import compare_again, goes_on_without
 from offload.control.running_step import RunningStep
 from offload.control.signature import Signature
 from offload.control.state_plan import StatePlanner
@@ -101,7 +101,7 @@ class PlanController:
         self._promise = SlowdownPromise(options, limits, engine, self._copies, plan_state)
         self._link: Link | None = None  # the last measurement
         self._blocks = LargeBlocks()
-        self._states = SignatureStates()
+        self.states = SignatureStates()
         self._peaks = PeakWatch(engine.device, options.memory_limit, limits)
         self._return_blocks()
         self._latest: PlannedStep | None = None
@@ -126,12 +126,14 @@ class PlanController:
             self.regions.end_trial()
             self.end_finished_profiles()
             self._read_profiles()
+            for profiler in self.states.profilers():
+                profiler.is_alone &= profiler.finished
             held = partial(self._held_before, signature)  # called only if needed: it visits hundreds of tensors
-            state = self._states.use(signature, self._limits.signatures)
+            state = self.states.use(signature, self._limits.signatures)
             if self._peaks.has_grown():
-                self._states.doubt()
+                self.states.doubt()
             planned = state.planned
-            lender = None if planned else self._states.lender(signature, self._limits.borrow_from)
+            lender = None if planned else self.states.lender(signature, self._limits.borrow_from)
             if lender is not None:
                 return self._borrow(state, signature, lender, model, held)
             if planned is None or planned.is_incomplete:
@@ -164,14 +166,14 @@ class PlanController:
         Even then one step in `recheck_steps` needs them. With a limit every step does: deviations are noticed at once.
         """
         with self._lock:
-            state = self._states.get(signature)
+            state = self.states.get(signature)
             if state is None or state.planned is None or state.phase is not Phase.UNHOOKED:
                 return True
             return state.planned.steps % self._limits.recheck_steps == 0
 
     def _record(self, state: SignatureState, model: nn.Module, held: HeldBytes) -> StepObserver:
         """Profile this step. Swap on demand instead if an earlier one awaits backward, or if many steps deviated."""
-        for profiler in self._states.profilers():
+        for profiler in self.states.profilers():
             profiler.rounds_since += 1
             if profiler.rounds_since > self._limits.pending_steps:
                 profiler.stop()  # its backward is no longer expected
@@ -187,7 +189,7 @@ class PlanController:
     def _record_anew(self, state: SignatureState, signature: object, model: nn.Module, held: HeldBytes) -> StepObserver:
         """Discard all profiles and profile this step: the set of compiled submodules to recompute has changed."""
         self.end_profiles()
-        self._states = SignatureStates({signature: state})
+        self.states = SignatureStates({signature: state})
         state.planned = state.doubted = state.profiler = None
         return self._record(state, model, held)
 
@@ -264,8 +266,10 @@ class PlanController:
         planned.held = planned.plan_held.raised_to(held)
         try:
             plan = self._promise.plan(planned)
-        except InfeasibleLimitError as error:  # kept without its traceback, whose frames hold tensors
-            planned.refusal = copy(error)
+        except InfeasibleLimitError as error:
+            if goes_on_without(planned, error):
+                return
+            planned.refusal = copy(error)  # without its traceback, whose frames hold tensors
             raise
         planned.follow(plan, limit_bytes)
         self._latest = planned
@@ -273,7 +277,7 @@ class PlanController:
 
     def _return_blocks(self) -> None:
         """Make malloc return freed large blocks at once on the CPU if memory is limited and a plan may move tensors."""
-        plans = [state.planned.plan for state in self._states.values() if state.planned is not None]
+        plans = [state.planned.plan for state in self.states.values() if state.planned is not None]
         moves = not plans or any(plan is None or plan.swaps or plan.recomputes for plan in plans)
         is_limited = self._options.memory_limit is not None or self._options.least_memory
         self._blocks.return_at_once(wanted=self._on_cpu and is_limited and moves)
@@ -288,7 +292,8 @@ class PlanController:
     ) -> StepObserver:
         limit_bytes, larger = self._options.memory_limit, lender.planned
         assert larger is not None
-        if larger.plan is None or (limit_bytes is not None and larger.exceeds(limit_bytes, held())):
+        exceeds = limit_bytes is not None and larger.plan is not None and larger.exceeds(limit_bytes, held())
+        if larger.plan is None or lender.phase is Phase.PLANNING or exceeds:
             try:
                 self._plan(larger, held())
                 lender.enter(Phase.MEASURING)
@@ -315,23 +320,23 @@ class PlanController:
         """Count a deviation and discard the plan. The next step is profiled, unless `limits.deviations` is reached."""
         with self._lock:
             self._peaks.cancel()
-            self._states.use(signature, self._limits.signatures).deviate(self._limits.deviations)
+            self.states.use(signature, self._limits.signatures).deviate(self._limits.deviations)
 
     def end_finished_profiles(self) -> None:
         """Stop the profilers of steps that are over, and of those whose graph was freed without a backward pass."""
         self._peaks.end()
-        for profiler in self._states.profilers():
+        for profiler in self.states.profilers():
             if profiler.finished or profiler.is_lost:
                 profiler.stop()
 
     def end_profiles(self) -> None:
         """Stop all profilers, even those of steps that have not ended."""
         self._peaks.end()
-        for profiler in self._states.profilers():
+        for profiler in self.states.profilers():
             profiler.stop()
 
     def _read_profiles(self) -> None:
-        for signature, state in list(self._states.items()):
+        for signature, state in list(self.states.items()):
             if state.profiler is not None:
                 self._read_profile(signature, state, state.profiler)
 
@@ -341,7 +346,7 @@ class PlanController:
             return  # its backward has not ended
         state.profiler = None
         self._on_recorded(profile.order)
-        if keeps_profile(state, profile, profiler, self._options, self._limits):
+        if compare_again(state, profile, profiler, self._options, self._limits):
             return
         measured = profiler.stopwatch.measured(profile.order.node_count)
         if self._link is not None and self._copies.are_known:
@@ -371,7 +376,7 @@ class PlanController:
         with self._lock:
             self.end_finished_profiles()
             self._read_profiles()
-            for state in self._states.values():
+            for state in self.states.values():
                 if state.planned is not None:
                     state.planned.read_measurements(self._counts)
                     self._trials.tell_recipes(state.planned)
@@ -381,20 +386,10 @@ class PlanController:
     def main(self) -> PlannedStep | None:
         """The `PlannedStep` with the largest number of steps; in a tie, the one used last."""
         with self._lock:
-            return self._states.main()
-
-    @property
-    def gives_up(self) -> bool:
-        """Whether the steps of some signature follow no plan because they keep deviating."""
-        return any(state.phase is Phase.ON_DEMAND for state in self._states.values())
+            return self.states.main()
 
     @property
     def why_nothing_recomputed(self) -> str:
         """Why no trial step could run for `main`, or why no compiled submodule is recomputed; empty otherwise."""
         recipes = planned.recipes if (planned := self.main) is not None else None
         return (recipes.reason if recipes is not None else "") or self.regions.reason
-
-    @property
-    def knows_temporaries(self) -> bool:
-        """Whether every profile includes the bytes of temporaries."""
-        return all(each.planned is None or each.planned.profile.knows_temporaries for each in self._states.values())

@@ -61,6 +61,9 @@ class SignatureState:
         The latest profile with its plan and measurements; None before the first profile.
     doubted
         The latest profile, while the step is profiled again because it may need more memory now; None otherwise.
+        `planned` is None then.
+    comparisons
+        Number of profiles that could not be compared with `doubted`.
     deviations
         Number of steps that have differed from the recorded one.
     """
@@ -69,6 +72,7 @@ class SignatureState:
     profiler: Profiler | None = None
     planned: PlannedStep | None = None
     doubted: PlannedStep | None = None
+    comparisons: int = 0
     deviations: int = 0
 
     def enter(self, phase: Phase, why: str = "") -> None:
@@ -107,16 +111,26 @@ class SignatureStates(OrderedDict[object, SignatureState]):
         """Return the profilers of all steps whose profile has not been read."""
         return [state.profiler for state in list(self.values()) if state.profiler is not None]
 
+    @property
+    def gives_up(self) -> bool:
+        """Whether the steps of some signature follow no plan because they keep deviating."""
+        return any(state.phase is Phase.ON_DEMAND for state in self.values())
+
+    @property
+    def knows_temporaries(self) -> bool:
+        """Whether every profile includes the bytes of temporaries."""
+        return all(each.planned is None or each.planned.profile.knows_temporaries for each in self.values())
+
     def main(self) -> PlannedStep | None:
         """Return the `PlannedStep` with the largest number of steps; in a tie, the one used last. None without any."""
         known = [state.planned or state.doubted for state in reversed(self.values())]
         return max(filter(None, known), key=lambda each: each.steps, default=None)
 
     def doubt(self) -> None:
-        """Have the next step of each signature profiled again: it may need more memory than the profiled one."""
+        """Have the next step of each signature that follows a plan profiled again: it may need more memory now."""
         for state in self.values():
-            if state.phase in _PLANNED:
-                state.planned, state.doubted = None, state.planned
+            if state.phase in _PLANNED and state.planned is not None:
+                state.planned, state.doubted, state.comparisons = None, state.planned, 0
 
     def lender(self, signature: object, borrow_from: int) -> SignatureState | None:
         """Return the signature used last, with a profile, whose inputs are at least as large in every dimension.
@@ -129,12 +143,14 @@ class SignatureStates(OrderedDict[object, SignatureState]):
         Parameters
         ----------
         signature
-            The signature of the step that begins. It has no plan.
+            The signature of the step that begins. It has no plan, or a doubted one.
         borrow_from
             Number of signatures that must have a profile before a new one may use the plan of a larger one.
         """
         profiled = [(other, each) for other, each in self.items() if each.planned and not each.planned.is_incomplete]
-        if len(profiled) < borrow_from or self[signature].deviations or not isinstance(signature, Signature):
+        state = self[signature]
+        needs_own = bool(state.deviations) or state.doubted is not None
+        if len(profiled) < borrow_from or needs_own or not isinstance(signature, Signature):
             return None
         fitting = (
             each for other, each in reversed(profiled) if isinstance(other, Signature) and signature.is_within(other)

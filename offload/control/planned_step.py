@@ -61,17 +61,16 @@ class PlannedStep:
     plan, schedule
         The plan and the schedule that the steps follow; None until the first plan is made.
     reference
-        The schedule of the plan's reference steps; None before the first. They keep every tensor; or computation
-        waits while a copy runs, and `Schedule.is_serial` is true.
+        The schedule of the plan's reference steps, which keep every tensor or are serial; None before the first.
     signature
         The signature of the step: a `Signature`, or another hashable object in tests.
     incomplete_profiles
         Number of consecutive profiles, this one included, that lack the bytes of temporaries or include time and memory
         of other sessions' work (`Stopwatch.is_disturbed`); 0 if this one is complete.
     steps, plan_steps, replans
-        `steps`: number of steps since the first plan. `plan_steps`: number of steps that have followed the present plan
-        since its measurement began, except reference steps and steps that were not measured because of `is_behind`.
-        `replans`: number of plans made because of measured steps since the search last began.
+        `steps`: steps since the first plan. `plan_steps`: steps that have followed the present plan since its
+        measurement began, except reference steps and steps that were not measured because of `is_behind`. `replans`:
+        plans made because of measured steps since the search last began.
     search
         The search for a plan that keeps `max_slowdown`.
     executors
@@ -89,14 +88,16 @@ class PlannedStep:
     late
         By tensor id: seconds for which the last measured step waited for a swapped tensor, if over `late_seconds`.
     late_tensors
-        Number of tensors that the last measured step waited for, or needed before their prefetch had begun.
+        How many tensors the last measured step waited for, or needed before their prefetch had begun.
     weights
         Three numbers of bytes for each node: the activations without swapping, the tensors that the plan keeps, and the
         activations that the plan predicts to be in memory (`ActivationBytes`).
     activation_bytes
         Peak bytes of activations in each of the last measured steps.
+    known
+        The profile before `take_over` has changed it; None if the plan is newer.
     refusal
-        The error that was raised because no plan stays within the memory limit; None if a plan does.
+        The error that no plan stays within the memory limit; None if a plan does.
     trial
         The observer of the trial step that is in progress; None if there is none.
     recipes
@@ -141,6 +142,7 @@ class PlannedStep:
     late: dict[int, float] = field(default_factory=dict)
     late_tensors: int = 0
     weights: ActivationBytes | None = None
+    known: Profile | None = None
     refusal: InfeasibleLimitError | None = None
     trial: TrialObserver | None = None
     recipes: Recipes | None = None
@@ -230,7 +232,7 @@ class PlannedStep:
             plan = replace(plan, refusals=self.recipes.refusals)
         if self.plan is not None:
             log.info("new plan: %s", plan.summary())
-        self.plan, self.plan_held, self.refusal = plan, held, None
+        self.plan, self.plan_held, self.refusal, self.known = plan, held, None, None
         self.plans_held.append((plan, held))
         self.weights = ActivationBytes.of_plan(plan)
         measured = self.recipes.measured if self.recipes is not None else None
@@ -349,10 +351,9 @@ class PlannedStep:
         self.starts = measured.starts
         if node_log.isEnabledFor(logging.DEBUG):
             rows = zip(plan.trace.nodes, plan.timing.start, measured.starts, strict=True)
+            words = "node %d (%s): start predicted %.6f s, measured %.6f s"
             for number, (node, predicted, found) in enumerate(rows):
-                node_log.debug(
-                    "node %d (%s): start predicted %.6f s, measured %.6f s", number, node.name, predicted, found
-                )
+                node_log.debug(words, number, node.name, predicted, found)
         return StepRecord(False, plan.expected_seconds, measured.step_seconds, measured.stall_seconds)
 
     def _take_in_late(self, executor: MeteredExecutor, measured: Measured, counts: Counts) -> None:
@@ -381,9 +382,8 @@ class PlannedStep:
         if abs(measured - plan.expected_seconds) > self.limits.tolerance * plan.expected_seconds:
             reasons.append(f"a step took {format_seconds(measured)}, predicted {format_seconds(plan.expected_seconds)}")
         if abs(compute - plan.compute_seconds) > self.limits.tolerance * plan.compute_seconds:
-            reasons.append(
-                f"computation took {format_seconds(compute)}, predicted {format_seconds(plan.compute_seconds)}"
-            )
+            expected = format_seconds(plan.compute_seconds)
+            reasons.append(f"computation took {format_seconds(compute)}, predicted {expected}")
         for name, found, known in (
             ("copy-out", link.out_bandwidth, self.link.out_bandwidth),
             ("copy-in", link.in_bandwidth, self.link.in_bandwidth),

@@ -1,4 +1,4 @@
-"""What a step that was profiled again needs more than the profiled one: the next plan takes it into account."""
+"""Compares a new profile of a step with the earlier one, if the step may need more memory than it did (`PeakWatch`)."""
 
 from __future__ import annotations
 
@@ -9,51 +9,66 @@ from offload.control.limits import Limits
 from offload.control.phase import Phase, SignatureState
 from offload.control.planned_step import PlannedStep
 from offload.options import Options
-from offload.plan import least_feasible_limit
+from offload.plan import InfeasibleLimitError
 from offload.profiling.profiler import Profile, Profiler
 from offload.units import format_bytes
 
-__all__ = ["keeps_profile", "take_over"]
+__all__ = ["compare_again", "goes_on_without", "take_over"]
 
 log = logging.getLogger("offload")
 
 
-def keeps_profile(
+def compare_again(
     state: SignatureState, profile: Profile, profiler: Profiler, options: Options, limits: Limits
 ) -> bool:
-    """Compare the new profile of a step with its doubted one. Return False if the new one is to be used alone.
+    """Compare a new profile with the doubted one, if there is one, and go on with the doubted one.
 
-    Otherwise the doubted one is used again, with the memory that the new one needs more.
+    If the step needs more memory, the doubted profile gets it, and the signature is planned again. If the new profile
+    cannot be compared, the next step is profiled, at most `incomplete_profiles` times.
+
+    Returns
+    -------
+    bool
+        False if the new profile is to be used as usual: there is no doubted one, or it has other nodes.
     """
     planned, limit_bytes = state.doubted, options.memory_limit
     if planned is None or limit_bytes is None:
         return False
+    has_other_nodes = len(profile.trace.nodes) != len(planned.profile.trace.nodes)
+    # Another step that began before the backward of this one has used memory of its own.
+    is_usable = profile.knows_temporaries and not profiler.stopwatch.is_disturbed and profiler.is_alone
+    if not is_usable and not has_other_nodes:
+        state.comparisons += 1
+        if state.comparisons < limits.incomplete_profiles:
+            return True
+        log.info("a step may need more memory than it did; it could not be compared with its profile")
     state.doubted = None
-    if len(profile.trace.nodes) != len(planned.profile.trace.nodes):
+    if has_other_nodes:
         return False
     state.planned = planned
-    # A step that began before the backward of this one has used memory of its own.
-    is_usable = profile.knows_temporaries and not profiler.stopwatch.is_disturbed and not profiler.rounds_since
     if is_usable and take_over(planned, profile, limit_bytes, limits):
         planned.restart_search()
         state.enter(Phase.PLANNING, "the step needs more memory than the profiled one")
     else:
-        state.enter(Phase.MEASURING, "the step needs no more memory than the profiled one")
+        state.enter(Phase.MEASURING, "the plan stays")
     return True
 
 
 def take_over(planned: PlannedStep, profile: Profile, limit_bytes: int, limits: Limits) -> bool:
-    """Add to a profile the memory that a step with a new profile needs more. Return whether this was done.
-
-    It is not done if no node needs more by over `growth_share` of the limit, or if no plan would keep the limit.
+    """Add to a profile what a later step needs more, if a node needs more by over `growth_share` of the limit.
 
     Parameters
     ----------
     planned
-        Its profile is replaced.
+        Its `profile` is replaced, and its `known` set to what it was.
     profile
-        Has as many nodes. Only nodes that need more count; the new step may lack what others need, such as a loss
-        that is computed in some steps only.
+        Of the later step, with as many nodes. A node that needs less changes nothing: the step may lack a loss that
+        only some steps compute.
+
+    Returns
+    -------
+    bool
+        Whether the profile has changed.
     """
     known = planned.profile
     held = planned.held.raised_to(profile.held)
@@ -62,14 +77,27 @@ def take_over(planned: PlannedStep, profile: Profile, limit_bytes: int, limits: 
     if max(more, default=0) <= limits.growth_share * limit_bytes:
         return False
     base_bytes = tuple(map(sum, zip(known.trace.base_bytes, more, strict=True)))
-    planned.profile = replace(known, trace=replace(known.trace, base_bytes=base_bytes))
-    words = (
-        f"a step needs up to {format_bytes(max(more))} more memory than the profiled one, so memory_limit "
-        f"({format_bytes(limit_bytes)}) may have been exceeded"
+    planned.profile, planned.known = replace(known, trace=replace(known.trace, base_bytes=base_bytes)), known
+    log.warning(
+        "a step needs up to %s more memory than the profiled one, so memory_limit (%s) may have been exceeded; it is "
+        "planned again",
+        format_bytes(max(more)),
+        format_bytes(limit_bytes),
     )
-    if (least_bytes := least_feasible_limit(planned.trace())) > limit_bytes:
-        planned.profile = known
-        log.warning("%s; no plan keeps it now: the least limit is %s", words, format_bytes(least_bytes))
+    return True
+
+
+def goes_on_without(planned: PlannedStep, error: InfeasibleLimitError) -> bool:
+    """Restore the profile before `take_over` if no plan keeps the limit now. Return whether there was one.
+
+    The step goes on with its plan: it has exceeded the limit already, and a training should not end because of it.
+    """
+    if planned.known is None:
         return False
-    log.warning("%s; it is planned again", words)
+    planned.profile, planned.known = planned.known, None
+    log.warning(
+        "no plan keeps memory_limit (%s) any more, so steps exceed it; the least limit is %s",
+        format_bytes(error.limit_bytes),
+        format_bytes(error.least_limit_bytes),
+    )
     return True

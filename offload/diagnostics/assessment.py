@@ -111,7 +111,7 @@ def _by_hand(verdict: Verdict, step: ManualStep | None, counts: Counts) -> Verdi
 
 def _by_plan(verdict: Verdict, controller: PlanController, planned: PlannedStep | None, subject: Subject) -> Verdict:
     if planned is None:
-        if controller.gives_up:
+        if controller.states.gives_up:
             reason = "no two steps are alike, so every tensor is swapped and loaded on demand"
             return replace(verdict, kind="unplanned", reason=reason)
         return replace(verdict, kind="profiling", reason="the first step is not over yet")

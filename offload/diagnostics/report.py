@@ -137,7 +137,8 @@ class Report:
         Steps that followed a schedule and were not measured. The first steps of a plan are measured. Later, on a CUDA
         device none is, on the CPU one in 16, and with `n_tensors` one in 64.
     profiled_steps : int
-        Profiled steps, which are slow: the first one of each shape.
+        Profiled steps, which are slow: the first one of each shape, and those that are profiled again because they
+        may need more memory.
     trial_steps : int
         Trial steps of recomputation, which are slow: at most one for each profile of a shape.
     reference_steps : int

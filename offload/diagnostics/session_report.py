@@ -174,7 +174,7 @@ def _notes(enabled: EnabledModel) -> Iterator[str]:
     if enabled.compiled_demand is not None:
         yield str(enabled.compiled_demand)
     yield from enabled.fallbacks.notes()
-    if isinstance(here.controller, PlanController) and not here.controller.knows_temporaries:
+    if isinstance(here.controller, PlanController) and not here.controller.states.knows_temporaries:
         yield (
             "a step was profiled while another profiler ran, inside a backward pass or with its backward in another "
             "thread, or left before its backward had ended: its temporaries are unknown to the plan, and memory_limit "

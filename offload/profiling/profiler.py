@@ -176,12 +176,12 @@ class Profile:
     def room_bytes(self, limit_bytes: int | None, held: HeldBytes) -> int:
         """Return how many bytes the measurement of copy speed may use: `limit_bytes` less what `held` counts.
 
-        Without a limit, it may use what a step without swapping needs. In any case it may use 1/64 of the limit, so
-        that blocks of a useful size can be copied: with ``optimizer_state="auto"``, state that a plan will move out may
-        still take all of the limit.
+        Without a limit, it may use what a step without swapping needs more than what was in use before it. With one, it
+        may use at least 1/64 of it, so that blocks of a useful size can be copied in any case: with
+        ``optimizer_state="auto"``, state that a plan will move out may still take all of the limit.
         """
         if limit_bytes is None:
-            limit_bytes = max(unswapped_bytes(self.trace), default=0)
+            return max(0, max(unswapped_bytes(self.trace), default=0) - self.held.kept - self.made_gradient_bytes)
         gradient_bytes = max(held.gradients, self.made_gradient_bytes)  # `held` may be from before backward
         return max(limit_bytes // 64, limit_bytes - held.kept - gradient_bytes)
 
@@ -200,7 +200,8 @@ class Profiler(Recorder):
         self._model = weakref.ref(model)
         self._gradient_places: set[int] = set()
         self._module_names = {id(module): name for name, module in model.named_modules()}
-        self.rounds_since = 0  # number of steps that began after this one
+        self.rounds_since = 0  # number of steps that need a profile and began after this one
+        self.is_alone = True  # whether no other step of the model began before this one's backward had ended
         self._watched_to_the_end: bool | None = None  # whether the step was over at the first `stop`; None before
         self._input_bytes: Mapping[int, int] = {}
         self._names = [_ROOT]

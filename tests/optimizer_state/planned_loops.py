@@ -92,7 +92,7 @@ def two_sizes(folder, phases):
     phases.clear()
     loop, found = train(planned(Two, limit), folder)
     assert_equal(found, plain)
-    states = loop.handle._controller._states.values()
+    states = loop.handle._controller.states.values()
     assert len(states) == 2
     plans = [state.planned.plan for state in states]
     assert max(plan.peak_bytes for plan in plans) <= limit

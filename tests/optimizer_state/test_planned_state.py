@@ -109,7 +109,7 @@ def test_passes_for_each_update_of_a_new_optimizer(tmp_path):
                 self.optimizer = torch.optim.AdamW(self.model.parameters())
                 self.optimizers = [self.optimizer]
             if number == 17 and self.handle is not None:
-                [state] = self.handle._controller._states.values()
+                [state] = self.handle._controller.states.values()
                 state.enter(Phase.PLANNING)
             self.loss().backward()
             if number % 4 == 3:

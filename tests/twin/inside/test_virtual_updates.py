@@ -63,7 +63,7 @@ class Training:
             self.plan = handle.plan
             known = handle._controller.latest().overlap
             self.overlap = known.overlap if known is not None else None
-            self.phases = {state.phase for state in handle._controller._states.values()}
+            self.phases = {state.phase for state in handle._controller.states.values()}
             self.allowed = handle._states._behind.allowed
             self.counts, *_ = handle.report().optimizer_state
             handle.disable()
