@@ -130,7 +130,7 @@ def test_reading_a_profile_is_noted():
     model = make(0)
     with offload.enable(model, **KNOBS) as handle:
         train(model, steps=1)
-        calibration.measure_link(torch.device("cpu"), handle._on_device.options)  # later ones find its result
+        handle._controller._measure_link = lambda _: Link(1e9, 1e9)  # measuring copies is noted too
         before = disturbances()
         handle.report()
         assert disturbances() == before + 1
