@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -51,25 +51,29 @@ def checkpointed(*, reentrant: bool) -> None:
         optimizer.zero_grad()
 
 
-def a_part() -> None:
+def trained(loss: Callable[[nn.Sequential], torch.Tensor]) -> None:
     model = mlp()
     optimizer = torch.optim.AdamW(model.parameters())
     for _ in range(2):
-        x = torch.randn(ROWS, 128)
-        (model(x).square().mean() + model[0](x + 0.1).abs().mean()).backward()
+        loss(model).backward()
         optimizer.step()
         optimizer.zero_grad()
+
+
+def a_part() -> None:
+    def loss(model: nn.Sequential) -> torch.Tensor:
+        x = torch.randn(ROWS, 128)
+        return model(x).square().mean() + model[0](x + 0.1).abs().mean()
+
+    trained(loss)
 
 
 def two_views() -> None:
-    model = mlp()
-    optimizer = torch.optim.AdamW(model.parameters())
-    for _ in range(2):
+    def loss(model: nn.Sequential) -> torch.Tensor:
         a, b = model(torch.randn(ROWS, 128)), model(torch.randn(ROWS, 128))
-        (1 - nn.functional.cosine_similarity(a, b)).mean().backward()
-        del a, b
-        optimizer.step()
-        optimizer.zero_grad()
+        return (1 - nn.functional.cosine_similarity(a, b)).mean()
+
+    trained(loss)
 
 
 def two_models() -> None:

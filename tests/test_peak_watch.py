@@ -19,7 +19,7 @@ from offload.control.limits import LIMITS
 from offload.control.peak_watch import PeakWatch
 from offload.control.phase import Phase, SignatureState, SignatureStates
 from offload.control.planned_step import PlannedStep
-from offload.control.repeated_profile import compare_again, goes_on_without, take_over
+from offload.control.repeated_profile import compare_again, restore_profile, take_over
 from offload.plan import InfeasibleLimitError, Link
 from offload.plan.trace import Node, SavedTensor, Trace
 from offload.profiling.model_state import HeldBytes
@@ -116,11 +116,11 @@ def test_a_step_goes_on_if_no_plan_keeps_the_limit(caplog):
     before = profiled((100, 200, 100, 100))
     planned = PlannedStep(LIMITS, before, Link(1e9, 1e9), HeldBytes(0, 0))
     error = InfeasibleLimitError(1000, 1200, ())
-    assert not goes_on_without(planned, error), "it is raised, as ever"
+    assert not restore_profile(planned, error), "it is raised, as ever"
     assert take_over(planned, profiled((100, 1200, 100, 100)), 1000, LIMITS)
-    assert goes_on_without(planned, error)
+    assert restore_profile(planned, error)
     assert planned.profile is before
-    assert not goes_on_without(planned, error), "a later one is raised"
+    assert not restore_profile(planned, error), "a later one is raised"
     assert (
         "no plan keeps memory_limit (1000 B) any more, so steps exceed it; the least limit is 1.17 KiB" in caplog.text
     )

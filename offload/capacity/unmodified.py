@@ -19,7 +19,7 @@ from offload.control.registry import enabled_models
 from offload.session import enable
 from offload.torch_compat.backward_pass import OUTSIDE, current_backward
 
-__all__ = ["CALLS_MAX", "Enabled", "enable_models", "end_the_script", "has_part"]
+__all__ = ["CALLS_MAX", "Enabled", "enable_models", "end_the_script"]
 
 
 CALLS_MAX = 64  # of models in training mode, while the first step of an optimizer is awaited
@@ -96,12 +96,12 @@ def enable_models(watch: OptimizerWatch) -> Iterator[Enabled]:
         try:
             if any(parameter.requires_grad for parameter in module.parameters()):
                 enabled = [each.model for each in enabled_models() if each.model is not None]
-                if not any(has_part(module, model) or has_part(model, module) for model in enabled):
+                if not any(_has_part(module, model) or _has_part(model, module) for model in enabled):
                     enable(module)
                     found.names.append(type(module).__name__)
                     found.call = found.call or Call.of(module, args, kwargs, _copied)
                 watch.listen()
-                if not any(model is not module and has_part(model, module) for model in enabled):
+                if not any(model is not module and _has_part(model, module) for model in enabled):
                     found.count_call()
             return plain(module, *args, **kwargs)
         finally:
@@ -119,6 +119,6 @@ def _copied(tensor: Tensor) -> Tensor:
     return tensor.detach().to("cpu", copy=True).requires_grad_(tensor.requires_grad)
 
 
-def has_part(model: nn.Module, module: nn.Module) -> bool:
+def _has_part(model: nn.Module, module: nn.Module) -> bool:
     """Return whether a module is this model or a part of it."""
     return any(part is module for part in model.modules())

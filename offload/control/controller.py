@@ -23,7 +23,7 @@ from offload.control.planned_step import PlannedStep
 from offload.control.profile_listener import ProfileListener, tell_profile
 from offload.control.promise import SlowdownPromise
 from offload.control.regions import CompiledRegions
-from offload.control.repeated_profile import compare_again, goes_on_without
+from offload.control.repeated_profile import compare_again, restore_profile
 from offload.control.running_step import RunningStep
 from offload.control.signature import Signature
 from offload.control.state_plan import StatePlanner
@@ -267,7 +267,7 @@ class PlanController:
         try:
             plan = self._promise.plan(planned)
         except InfeasibleLimitError as error:
-            if goes_on_without(planned, error):
+            if restore_profile(planned, error):
                 return
             planned.refusal = copy(error)  # without its traceback, whose frames hold tensors
             raise

@@ -13,7 +13,7 @@ from offload.plan import InfeasibleLimitError
 from offload.profiling.profiler import Profile, Profiler
 from offload.units import format_bytes
 
-__all__ = ["compare_again", "goes_on_without", "take_over"]
+__all__ = ["compare_again", "restore_profile", "take_over"]
 
 log = logging.getLogger("offload")
 
@@ -55,7 +55,7 @@ def compare_again(
 
 
 def take_over(planned: PlannedStep, profile: Profile, limit_bytes: int, limits: Limits) -> bool:
-    """Add to a profile what a later step needs more, if a node needs more by over `growth_share` of the limit.
+    """Raise the memory in a profile to that of a later step, if a node needs over `growth_share` of the limit more.
 
     Parameters
     ----------
@@ -87,10 +87,15 @@ def take_over(planned: PlannedStep, profile: Profile, limit_bytes: int, limits: 
     return True
 
 
-def goes_on_without(planned: PlannedStep, error: InfeasibleLimitError) -> bool:
-    """Restore the profile before `take_over` if no plan keeps the limit now. Return whether there was one.
+def restore_profile(planned: PlannedStep, error: InfeasibleLimitError) -> bool:
+    """Restore the profile before `take_over`, because no plan keeps the limit with the raised one.
 
-    The step goes on with its plan: it has exceeded the limit already, and a training should not end because of it.
+    The steps go on with their plan: they have exceeded the limit already, and a training should not end because of it.
+
+    Returns
+    -------
+    bool
+        False if the profile had not been raised: then the error is to be raised.
     """
     if planned.known is None:
         return False

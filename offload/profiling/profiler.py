@@ -176,12 +176,12 @@ class Profile:
     def room_bytes(self, limit_bytes: int | None, held: HeldBytes) -> int:
         """Return how many bytes the measurement of copy speed may use: `limit_bytes` less what `held` counts.
 
-        Without a limit, it may use what a step without swapping needs more than what was in use before it. With one, it
-        may use at least 1/64 of it, so that blocks of a useful size can be copied in any case: with
-        ``optimizer_state="auto"``, state that a plan will move out may still take all of the limit.
+        Without a limit, what the profiled step would need without swapping takes its place. At least 1/64 of it may be
+        used, so that blocks of a useful size can be copied in any case: with ``optimizer_state="auto"``, state that a
+        plan will move out may still take all of the limit.
         """
         if limit_bytes is None:
-            return max(0, max(unswapped_bytes(self.trace), default=0) - self.held.kept - self.made_gradient_bytes)
+            limit_bytes, held = max(unswapped_bytes(self.trace), default=0), self.held
         gradient_bytes = max(held.gradients, self.made_gradient_bytes)  # `held` may be from before backward
         return max(limit_bytes // 64, limit_bytes - held.kept - gradient_bytes)
 
